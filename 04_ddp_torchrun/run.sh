@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Train in one process a GPU, or in two on the CPU, on this machine:
+#   bash 04_ddp_torchrun/run.sh
+#   bash 04_ddp_torchrun/run.sh --epochs 5 --amp
+#   NPROC=4 bash 04_ddp_torchrun/run.sh
+# Check the machine, or a whole cluster, before you train on it:
+#   bash 04_ddp_torchrun/run.sh selftest.py
+# Train on two machines; on the other one NODE_RANK=1 and the same MASTER_ADDR, that of the first:
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash 04_ddp_torchrun/run.sh
+set -euo pipefail
+here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+
+has_torch='import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
+if ! python -c "$has_torch" 2>/dev/null; then
+  echo "run.sh: no torch for python; run: python3 -m venv .venv && . .venv/bin/activate &&" \
+    "pip install -r '${here%/*}/requirements.txt'" >&2
+  exit 1
+fi
+
+script=train.py
+case "${1:-}" in *.py) script=$1 && shift ;; esac
+gpus=0
+if command -v nvidia-smi >/dev/null; then gpus=$(python -c 'import torch; print(torch.cuda.device_count())'); fi
+asked=${NPROC:-}
+NPROC=${NPROC:-$((gpus > 0 ? gpus : 2))}
+cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
+
+# Options that cannot work are refused here, in one line; torchrun would wrap it into every process's and its own report
+if [ $# -gt 0 ] || [ -n "$asked" ]; then
+  check='import os, runpy, sys; del sys.argv[0]; sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0])["parse_args"](); sys.exit(100)'
+  LOCAL_RANK=0 LOCAL_WORLD_SIZE=$NPROC python -c "$check" "$here/$script" "$@" || code=$?
+  if [ "${code:-0}" != 100 ]; then exit "${code:-0}"; fi
+fi
+
+if [ "${NNODES:-1}" = 1 ]; then
+  nodes=(--standalone)
+else
+  : "${MASTER_ADDR:?set it to the address of the node with NODE_RANK=0}" "${NODE_RANK:?set it to 0, 1, ... on the nodes}"
+  is_host=$([ "$NODE_RANK" = 0 ] && echo true || echo false)
+  nodes=(--nnodes="$NNODES" --rdzv-id=04_ddp_torchrun --rdzv-backend=c10d
+    --rdzv-endpoint="$MASTER_ADDR:${MASTER_PORT:-29500}" --rdzv-conf=is_host="$is_host")
+fi
+exec torchrun "${nodes[@]}" --nproc-per-node="$NPROC" "$here/$script" "$@"

@@ -1,0 +1,150 @@
+"""Check that all processes of a job reach each other and compute the same: run it first on a new machine or cluster.
+
+    bash 04_ddp_torchrun/run.sh selftest.py
+    torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/selftest.py --device cpu
+"""
+
+import argparse
+import copy
+import gc
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # after this folder, where a copied common/ may be
+from common.gather import all_gather
+from common.model import ConvNet
+
+
+def parse_args():
+    """Read the command line; what cannot work is refused here, with one line and exit code 2."""
+    parser = argparse.ArgumentParser(usage="%(prog)s [options]", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if it can be")
+    parser.add_argument("--timeout", type=int, default=60, help="seconds to wait for another rank")
+    args = parser.parse_args()
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.timeout < 1:
+        parser.error("--timeout must be above 0")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU on this machine; --device cpu runs everywhere")
+    if "LOCAL_RANK" not in os.environ:
+        parser.error(f"start it with torchrun: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
+    if args.device == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
+        parser.error(f"more processes than GPUs ({torch.cuda.device_count()}): start fewer, or use --device cpu")
+    return args
+
+
+def make_checks(rank, world_size, device, store):
+    """The checks by name; each is a function that returns what this rank got and what it must get, two tensors."""
+    rows = torch.arange(1.0, world_size**2 + 1, device=device).view(world_size, world_size)  # row r is rank r's input
+
+    def after(collective, *options):
+        result = rows[rank].clone()
+        collective(result, *options)
+        return result
+
+    def reduce_scatter():
+        result = torch.zeros(1, device=device)
+        dist.reduce_scatter_single(result, rows[rank].clone())
+        return result
+
+    def barrier():
+        store.add("selftest/arrived", 1)
+        dist.barrier()
+        return torch.tensor(store.add("selftest/arrived", 0))
+
+    def ddp_step():
+        torch.manual_seed(0)  # the same weights and images on all ranks; in float64, to leave no doubt about rounding
+        alone = ConvNet().to(device, torch.float64).eval()  # eval, as BatchNorm's batch statistics differ by design
+        together = DDP(copy.deepcopy(alone))
+        images = torch.rand(4 * world_size, 1, 28, 28, device=device, dtype=torch.float64)
+        labels = torch.arange(4 * world_size, device=device) % 10
+        F.cross_entropy(alone(images), labels).backward()
+        F.cross_entropy(together(images.chunk(world_size)[rank]), labels.chunk(world_size)[rank]).backward()
+        return [torch.cat([weight.grad.flatten() for weight in net.parameters()]) for net in (together, alone)]
+
+    return {
+        "all_reduce sum": lambda: (after(dist.all_reduce), rows.sum(0)),
+        "all_reduce mean": lambda: (after(dist.all_reduce, dist.ReduceOp.AVG), rows.mean(0)),
+        "broadcast": lambda: (after(dist.broadcast, world_size - 1), rows[-1]),
+        "all_gather": lambda: (all_gather(rows[rank]), rows),
+        "reduce_scatter": lambda: (reduce_scatter(), rows.sum(0)[rank : rank + 1]),
+        "barrier": lambda: (barrier(), torch.tensor(world_size)),
+        "DDP step": ddp_step,
+    }
+
+
+def run_check(check):
+    """Run one check; return "" if it passed on this rank, else the reason in one line."""
+    try:
+        result, expected = check()
+    except Exception as error:
+        return str(error).splitlines()[0]
+    return "" if torch.allclose(result, expected) else f"wrong by up to {(result - expected).abs().max().item():g}"
+
+
+def report_bandwidth(rank, world_size, device):
+    """Print the median time of an all_reduce, and its bus bandwidth as nccl-tests define it, for a few sizes."""
+    for mebibytes in (1, 8, 64):
+        tensor, times = torch.zeros(mebibytes * 2**18, device=device), []
+        for _ in range(6):
+            dist.barrier()
+            start = time.perf_counter()
+            dist.all_reduce(tensor)
+            tensor[0].item()  # waits for the GPU
+            times.append(time.perf_counter() - start)
+        seconds = sorted(times[1:])[2]
+        bandwidth = mebibytes * 2**20 / seconds * 2 * (world_size - 1) / world_size / 1e9
+        if rank == 0:
+            print(f"all_reduce {mebibytes:3} MiB  {seconds * 1e3:8.2f} ms  {bandwidth:7.2f} GB/s", flush=True)
+
+
+def selftest(args):
+    """Say what each rank is, run the checks, print one line with the verdict; return whether all ranks passed."""
+    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    device, me = torch.device(args.device, local_rank), f"rank {rank} on {socket.gethostname()}"
+    backend, device_id = ("nccl", device) if args.device == "cuda" else ("gloo", None)
+    print(f"{me}: {device}, {backend}, world size {world_size}\n", end="", flush=True)  # in one piece, as others print
+    if args.device == "cuda":
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=args.timeout)
+    dist.init_process_group(backend, device_id=device_id, timeout=timeout)
+    # Verdicts travel through a store of their own, not by the collectives that they are about
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=2 * timeout)
+    for name, check in make_checks(rank, world_size, device, store).items():
+        reason = run_check(check)
+        store.set(f"selftest/{name}/{rank}", reason and f"{me}: {reason}")
+        reasons = []
+        for other in range(world_size):
+            try:
+                reasons.append(store.get(f"selftest/{name}/{other}").decode())
+            except dist.DistError:
+                reasons.append(f"rank {other} did not answer within {2 * args.timeout} s")
+        if any(reasons):
+            if rank == 0:
+                print(f"FAILED: {name}: {'; '.join(filter(None, reasons))}", flush=True)
+            return False
+    report_bandwidth(rank, world_size, device)
+    if rank == 0:
+        print(f"OK: all checks passed on {world_size} ranks", flush=True)
+    return True
+
+
+def main():
+    passed = selftest(parse_args())
+    gc.collect()
+    dist.destroy_process_group()
+    sys.exit(0 if passed else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Train a ConvNet on MNIST in one process a GPU, or in several on the CPU, started by torchrun on one node or many.
+
+    bash 04_ddp_torchrun/run.sh
+    torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/train.py --epochs 5 --amp
+"""
+
+import argparse
+import contextlib  # DDP-7
+import gc  # DDP-1
+import math
+import os
+import sys
+import time
+from datetime import timedelta  # DDP-1
+from pathlib import Path
+
+import torch
+import torch.distributed as dist  # DDP-1
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP  # DDP-2
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler  # DDP-3
+from tqdm import tqdm
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # after this folder, where a copied common/ may be
+from common.data import load_mnist
+from common.gather import gather_in_order  # DDP-5
+from common.model import ConvNet
+
+
+def parse_args():
+    """Read the command line; what cannot work is refused here, with one line and exit code 2."""
+    parser = argparse.ArgumentParser(usage="%(prog)s [options]", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=3, help="passes over the training set")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per process and step")
+    parser.add_argument("--lr", type=float, default=0.04, help="peak learning rate for a global batch of 256 images")
+    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the order of the images")
+    parser.add_argument("--data-dir", type=Path, default="data", help="folder of MNIST, downloaded if need be")
+    parser.add_argument("--output", type=Path, default="mnist.pt", help="file for the trained weights")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if it can be")
+    parser.add_argument("--amp", action="store_true", help="compute in bfloat16 where that is safe")
+    parser.add_argument("--compile", action="store_true", help="compile the model: a slower start, faster steps")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for another rank")  # DDP-1
+    parser.add_argument("--no-sync-bn", action="store_true", help="BatchNorm statistics per GPU")  # DDP-2
+    parser.add_argument("--accumulate", type=int, default=1, help="batches to add up for a step")  # DDP-7
+    args = parser.parse_args()
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, value in vars(args).items():
+        if name != "seed" and type(value) in (int, float) and not 0 < value < float("inf"):
+            parser.error(f"--{name.replace('_', '-')} must be above 0")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU on this machine; --device cpu runs everywhere")
+    if args.output.is_dir() or not os.access(args.output if args.output.exists() else args.output.parent, os.W_OK):
+        parser.error(f"--output {args.output}: cannot write this file; name one in a folder that exists and is yours")
+    if "LOCAL_RANK" not in os.environ:  # DDP-0: torchrun says in the environment who is who
+        parser.error(f"start it with torchrun: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
+    if args.device == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
+        parser.error(f"more processes than GPUs ({torch.cuda.device_count()}): start fewer, or use --device cpu")
+    return args
+
+
+def train(args):
+    """Train a ConvNet, print one line an epoch, save the weights to args.output."""
+    # 1. Setup
+    local_rank = int(os.environ["LOCAL_RANK"])  # DDP-1: one device a process, known before the group is made
+    device = torch.device(args.device, local_rank)
+    if args.device == "cuda":
+        torch.cuda.set_device(device)
+    backend, device_id = ("nccl", device) if args.device == "cuda" else ("gloo", None)
+    dist.init_process_group(backend, device_id=device_id, timeout=timedelta(seconds=args.timeout))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(args.seed)
+
+    # 2. Data
+    train_set, test_set = load_mnist(args.data_dir)
+    train_sampler = DistributedSampler(train_set, seed=args.seed)  # DDP-3: each rank reads its own shard
+    images_per_epoch = train_sampler.total_size  # DDP-3: of all ranks
+    loading = {"collate_fn": tuple, "pin_memory": args.device == "cuda"}  # tuple: the sets give whole batches
+    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **loading)
+    test_loader = DataLoader(test_set, 1000, sampler=DistributedSampler(test_set, shuffle=False), **loading)  # DDP-3
+
+    # 3. Model
+    model = ConvNet().to(device, memory_format=torch.channels_last)
+    if args.device == "cuda" and not args.no_sync_bn:  # DDP-2: BatchNorm over the global batch; CUDA only
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = DDP(model, forward_sync_buffers=False, gradient_as_bucket_view=True)  # DDP-2: averages gradients
+    if args.compile:
+        model = torch.compile(model)
+
+    # 4. Loss and optimizer
+    criterion = nn.CrossEntropyLoss()
+    global_batch = args.batch_size * args.accumulate * world_size  # DDP-3, DDP-7
+    optimizer = torch.optim.SGD(model.parameters(), args.lr * global_batch / 256, momentum=0.9, nesterov=True)
+    steps = args.epochs * math.ceil(images_per_epoch / global_batch)  # the rate rises for 40 % of them, then falls to 0
+    scheduler = LambdaLR(optimizer, lambda step: min((step + 1) / (steps * 0.4 + 1), (steps - step) / (steps * 0.6)))
+
+    # 5. Train and evaluate
+    for epoch in range(1, args.epochs + 1):
+        train_sampler.set_epoch(epoch)  # DDP-3: another order each epoch
+        start, total_loss = time.perf_counter(), torch.zeros((), device=device)
+        bar = tqdm(train_loader, f"epoch {epoch}/{args.epochs}", leave=False, disable=rank != 0 or None)  # DDP-4
+        for step, (images, labels) in enumerate(bar):
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            first = step - step % args.accumulate  # DDP-7: add up some batches, synchronise and step with the last
+            last = step + 1 in (first + args.accumulate, len(train_loader))
+            window = min(args.accumulate * args.batch_size, len(train_sampler) - first * args.batch_size)  # images
+            with contextlib.nullcontext() if last else model.no_sync():
+                with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
+                    loss = criterion(model(images), labels)
+                (loss * (len(labels) / window)).backward()  # DDP-7: part of the mean over the window
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+            total_loss += loss.detach() * len(labels)
+            if step % 50 == 0 and not bar.disable:
+                bar.set_postfix(loss=f"{loss.item():.4f}")
+        dist.all_reduce(total_loss)  # DDP-5: the sum of all ranks
+        loss, seconds = total_loss.item() / images_per_epoch, time.perf_counter() - start
+        accuracy = evaluate(model.module, test_loader, device)
+        if rank == 0:  # DDP-4: one rank speaks for all
+            print(f"epoch {epoch}/{args.epochs}  loss {loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
+                  f"{images_per_epoch / seconds:.0f} images/s", flush=True)
+
+    # 6. Save
+    if rank == 0:  # DDP-4: one rank writes
+        torch.save(model.module.state_dict(), args.output)
+
+
+@torch.inference_mode()
+def evaluate(model, test_loader, device):
+    """The fraction of the test set that the model classifies correctly; each image counts once."""
+    for buffer in model.buffers():  # DDP-5: the running statistics differ from rank to rank; rank 0's are saved
+        dist.broadcast(buffer, src=0)
+    model.eval()
+    hits = torch.cat([model(images.to(device)).argmax(1) == labels.to(device) for images, labels in test_loader])
+    hits = gather_in_order(hits, len(test_loader.dataset))  # DDP-5: without the sampler's padding
+    model.train()
+    return hits.sum().item() / len(hits)
+
+
+def main():
+    train(parse_args())
+    gc.collect()  # DDP-1: the model goes before the group does: in the other order some exits abort
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
