@@ -1,0 +1,59 @@
+"""A small data set in MNIST's format, and a server on this machine that stands in for MNIST's data host."""
+
+import gzip
+import hashlib
+import http.server
+import struct
+import threading
+import zlib
+from contextlib import contextmanager
+
+import torch
+
+import common.data as data
+
+
+def make_files(folder):
+    """Write the four files, plain and compressed, with 100 train and 23 test images of known pixels and labels."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(0)
+    for part, count in (("train", 100), ("t10k", 23)):
+        pixels = torch.randint(0, 256, (count, 28, 28), generator=generator, dtype=torch.uint8)
+        labels = torch.arange(count, dtype=torch.uint8) % 10
+        images = struct.pack(">IIII", 2051, count, 28, 28) + bytes(pixels.flatten().tolist())
+        for name, content in (
+            (f"{part}-images-idx3-ubyte", images),
+            (f"{part}-labels-idx1-ubyte", struct.pack(">II", 2049, count) + bytes(labels.tolist())),
+        ):
+            (folder / name).write_bytes(content)
+            (folder / f"{name}.gz").write_bytes(gzip.compress(content, mtime=0))
+
+
+def use_files(monkeypatch, folder, mirror):
+    """Let common.data and torchvision take the files of ``folder`` for MNIST, and ``mirror`` for its data host."""
+    monkeypatch.setattr(data, "CRC32", {name: zlib.crc32((folder / name).read_bytes()) for name in data.CRC32})
+    compressed = [(f"{name}.gz", hashlib.md5((folder / f"{name}.gz").read_bytes()).hexdigest()) for name in data.CRC32]
+    monkeypatch.setattr(data.MNIST, "resources", compressed)
+    monkeypatch.setattr(data.MNIST, "mirrors", [mirror])
+
+
+@contextmanager
+def serve(folder):
+    """Serve a folder on a free port of the loopback address; give its URL and the list of paths asked for."""
+    asked = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args):
+            super().__init__(*args, directory=folder)
+
+        def do_GET(self):
+            asked.append(self.path)
+            super().do_GET()
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/", asked
+        server.shutdown()

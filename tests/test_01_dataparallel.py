@@ -1,0 +1,53 @@
+"""01: one process; the base of all other scripts."""
+
+import pytest
+from helpers import DIGITS, ROOT, bare_accuracy, load_script, run
+
+
+def test_trains_evaluates_and_saves(tmp_path):
+    weights = tmp_path / "weights.pt"
+    command = ["bash", ROOT / "01_dataparallel/run.sh", "--epochs", 2, "--data-dir", DIGITS, "--output", weights]
+    result = run(command, tmp_path)
+    assert result.code == 0, result
+    epochs = result.epochs()
+    assert [line["epoch"] for line in epochs] == ["1", "2"], result
+    assert float(epochs[-1]["loss"]) < float(epochs[0]["loss"]), result
+    assert float(epochs[-1]["accuracy"]) >= 0.9, result
+    assert epochs[-1]["accuracy"] == f"{bare_accuracy(weights):.4f}", result
+
+
+@pytest.mark.parametrize("folder", ["01_dataparallel", "02_ddp_spawn", "04_ddp_torchrun"])
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--epochs", "0"], "--epochs must be above 0"),
+        (["--epochs", "-1"], "--epochs must be above 0"),
+        (["--epochs", "three"], "--epochs: invalid int value"),
+        (["--batch-size", "0"], "--batch-size must be above 0"),
+        (["--lr", "nan"], "--lr must be above 0"),
+        (["--device", "cuda"], "--device cuda: torch finds no GPU"),
+        (["--output", "no/such/folder/mnist.pt"], "--output no/such/folder/mnist.pt: cannot write"),
+        (["--output", "."], "--output .: cannot write"),
+        (["--colour", "red"], "unrecognized arguments: --colour red"),
+    ],
+)
+def test_bad_options_get_one_line(folder, options, complaint, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr("sys.argv", ["train.py", *options])
+    with pytest.raises(SystemExit) as stop:
+        load_script(ROOT / folder / "train.py").parse_args()
+    assert stop.value.code == 2
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage == "usage: train.py [options]"
+    assert error.startswith("train.py: error: ")
+    assert complaint in error
+
+
+@pytest.mark.parametrize("folder", ["01_dataparallel", "02_ddp_spawn", "04_ddp_torchrun"])
+def test_run_sh_refuses_in_one_line(folder, tmp_path):
+    result = run(["bash", ROOT / folder / "run.sh", "--epochs", 0], tmp_path)
+    assert result.code == 2, result
+    assert result.errors.splitlines() == ["usage: train.py [options]", "train.py: error: --epochs must be above 0"]
+    assert result.output == ""
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,59 @@
+"""02: processes spawned on one machine."""
+
+import math
+
+import pytest
+from helpers import DIGITS, ROOT, bare_accuracy, load_script, run
+
+RUN = ROOT / "02_ddp_spawn/run.sh"
+
+
+def test_both_ranks_train_evaluate_and_save(tmp_path):
+    weights, witness = tmp_path / "weights.pt", tmp_path / "witness"
+    result = run(
+        ["bash", RUN, "--epochs", 2, "--data-dir", DIGITS, "--output", weights],
+        tmp_path,
+        PYTHONPATH=str(ROOT / "tests/witness"),
+        WITNESS=str(witness),
+    )
+    assert result.code == 0, result
+    epochs = result.epochs()
+    assert [line["epoch"] for line in epochs] == ["1", "2"], result
+    assert float(epochs[-1]["accuracy"]) >= 0.9, result
+    assert epochs[-1]["accuracy"] == f"{bare_accuracy(weights):.4f}", result
+    check_witness(witness, epochs)
+
+
+def check_witness(witness, epochs, world_size=2):
+    """Each rank brought its share to each epoch's loss, and the printed loss is the mean over all images."""
+    rows = [line.split() for line in witness.read_text().splitlines()]
+    assert {int(world) for _, world, _ in rows} == {world_size}
+    shares = [[float(loss) for rank, _, loss in rows if int(rank) == each] for each in range(world_size)]
+    images = math.ceil(1438 * 9 / world_size) * world_size
+    for number, line in enumerate(epochs):
+        assert all(rank[number] > 0 for rank in shares)
+        assert float(line["loss"]) == pytest.approx(sum(rank[number] for rank in shares) / images, abs=6e-5)
+
+
+def test_a_failing_process_shows_its_traceback_and_ends_the_others(tmp_path):
+    result = run(
+        ["bash", RUN, "--epochs", 1, "--data-dir", DIGITS],
+        tmp_path,
+        limit=60,
+        PYTHONPATH=str(ROOT / "tests/witness"),
+        WITNESS=str(tmp_path / "witness"),
+        FAULTY_RANK="1",
+    )
+    assert result.code == 1, result
+    assert "RuntimeError: planted by the test" in result.errors
+    assert "-- Process 1 terminated with the following error" in result.errors
+    assert not (tmp_path / "mnist.pt").exists()
+
+
+def test_more_processes_than_gpus(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("sys.argv", ["train.py", "--nprocs", "3"])
+    with pytest.raises(SystemExit):
+        load_script(ROOT / "02_ddp_spawn/train.py").parse_args()
+    assert "error: more processes than GPUs (2): set --nprocs 2, or --device cpu" in capsys.readouterr().err

@@ -1,0 +1,98 @@
+"""The step marks match the diffs: each change has its mark, and nothing else has one. There are no exceptions."""
+
+import difflib
+import re
+import subprocess
+
+import pytest
+from helpers import ROOT
+
+BASES = {"02_ddp_spawn": "01_dataparallel", "04_ddp_torchrun": "01_dataparallel"}  # a script: what it builds on
+
+
+def marks(line):
+    """The step marks in the comment of a line."""
+    return re.findall(r"\b(?:DP|DDP|MP|CKPT|SLURM)-\d+\b", line.partition("#")[2])
+
+
+def code(folder):
+    """The lines of a script after its docstring, without indentation, as `git diff -w` sees them."""
+    text = (ROOT / folder / "train.py").read_text()
+    return [line.strip() for line in text.split('"""', 2)[2].splitlines()]
+
+
+def blocks(folder):
+    """The parts in which a script differs from its base or not: (is equal, lines of the base, lines of the script)."""
+    base, script = code(BASES[folder]), code(folder)
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, base, script, autojunk=False).get_opcodes():
+        yield kind == "equal", base[a:b], script[c:d]
+
+
+def test_each_script_has_a_base():
+    folders = {path.parent.name for path in ROOT.glob("0*/train.py")}
+    assert folders == {*BASES, "01_dataparallel"}
+
+
+@pytest.mark.parametrize("folder", BASES)
+def test_every_change_is_marked(folder):
+    for equal, base, script in blocks(folder):
+        if not equal and any(script):
+            first = next(line for line in script if line)
+            assert marks(first), f"{folder}: no mark on the first line of\n" + "\n".join(script)
+        if not equal and not any(script):
+            assert not any(base) or all(marks(line) for line in base if line), f"{folder} lacks {base}"
+
+
+@pytest.mark.parametrize("folder", BASES)
+def test_nothing_else_is_marked(folder):
+    for equal, _, script in blocks(folder):
+        if equal:
+            assert not [line for line in script if marks(line)]
+
+
+def test_the_numbers_mean_the_same_everywhere():
+    meanings = {  # of each step, words that stand only in code of that step
+        "DDP-1": ("init_process_group", "destroy_process_group", "timedelta"),
+        "DDP-2": ("DDP(", "DistributedDataParallel", "convert_sync_batchnorm"),
+        "DDP-3": ("DistributedSampler(", "set_epoch", "total_size"),
+        "DDP-5": ("gather_in_order", "dist.broadcast(", "dist.all_reduce("),
+        "DDP-7": ("no_sync()", "args.accumulate", "window"),
+    }
+    for folder in BASES:
+        for equal, _, script in blocks(folder):
+            carried = {mark for line in script for mark in marks(line)}
+            for mark, words in meanings.items():
+                for word in words:
+                    if not equal and any(word in line for line in script):
+                        assert mark in carried, f"{folder}: {word} without {mark} in\n" + "\n".join(script)
+    assert "DDP-6" in (ROOT / "common/gather.py").read_text()
+
+
+def test_01_has_one_marked_line():
+    assert len([line for line in code("01_dataparallel") if marks(line)]) == 1
+
+
+def test_04_is_01_and_at_most_45_lines():
+    paths = [f"{folder}/train.py" for folder in ("01_dataparallel", "04_ddp_torchrun")]
+    command = ["git", "diff", "--no-index", "-w", "--unified=0", *paths]
+    diff = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30).stdout
+    changes = re.split(r"^@@.*@@.*\n", diff, flags=re.M)[1:]
+    lines = [line for change in changes for line in change.splitlines() if not aside(line)]
+    assert 20 < len(lines) <= 45
+
+
+def aside(line):
+    """Imports and the docstrings, which are not counted."""
+    docstrings = [path.read_text().split("import ", 1)[0].splitlines() for path in ROOT.glob("0*/train.py")]
+    return re.match(r"(import|from) ", line[1:]) or any(line[1:] in docstring for docstring in docstrings)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("0*/*.py")), ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_scripts_stay_short(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 150
+    assert max(map(len, lines)) <= 120
+
+
+def test_common_stays_tiny():
+    assert sum(len(path.read_text().splitlines()) for path in ROOT.glob("common/*.py")) < 150
