@@ -25,7 +25,6 @@ from common.model import ConvNet
 
 
 def parse_args():
-    """Read the command line; what cannot work is refused here, with one line and exit code 2."""
     parser = argparse.ArgumentParser(usage="%(prog)s [options]", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if it can be")
     parser.add_argument("--timeout", type=int, default=60, help="seconds to wait for another rank")
@@ -112,12 +111,12 @@ def selftest(args):
     """Say what each rank is, run the checks, print one line with the verdict; return whether all ranks passed."""
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     device, me = torch.device(args.device, local_rank), f"rank {rank} on {socket.gethostname()}"
-    backend, device_id = ("nccl", device) if args.device == "cuda" else ("gloo", None)
+    backend, gpu = ("nccl", device) if args.device == "cuda" else ("gloo", None)
     print(f"{me}: {device}, {backend}, world size {world_size}\n", end="", flush=True)  # in one piece, as others print
     if args.device == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=args.timeout)
-    dist.init_process_group(backend, device_id=device_id, timeout=timeout)
+    dist.init_process_group(backend, device_id=gpu, timeout=timeout)
     # Verdicts travel through a store of their own, not by the collectives that they are about
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=2 * timeout)
     for name, check in make_checks(rank, world_size, device, store).items():
