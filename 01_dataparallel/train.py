@@ -96,7 +96,7 @@ def train(args):
               f"{images_per_epoch / seconds:.0f} images/s", flush=True)
 
     # 6. Save
-    torch.save(model.module.state_dict(), args.output)
+    torch.save({name: tensor.cpu() for name, tensor in model.module.state_dict().items()}, args.output)
 
 
 @torch.inference_mode()

@@ -116,7 +116,7 @@ def train(local_rank, args, port, train_set, test_set):  # DDP-0: what the paren
 
     # 6. Save
     if rank == 0:  # DDP-4: one rank writes
-        torch.save(model.module.state_dict(), args.output)
+        torch.save({name: tensor.cpu() for name, tensor in model.module.state_dict().items()}, args.output)
 
 
 @torch.inference_mode()

@@ -102,7 +102,7 @@ def train(args):
         for step, (images, labels) in enumerate(bar):
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             first = step - step % args.accumulate  # DDP-7: add up some batches, synchronise and step with the last
-            last = step + 1 in (first + args.accumulate, len(train_loader))
+            last = step + 1 == first + args.accumulate or step + 1 == len(train_loader)
             window = min(args.accumulate * args.batch_size, len(train_sampler) - first * args.batch_size)  # images
             with contextlib.nullcontext() if last else model.no_sync():
                 with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
@@ -125,7 +125,7 @@ def train(args):
 
     # 6. Save
     if rank == 0:  # DDP-4: one rank writes
-        torch.save(model.module.state_dict(), args.output)
+        torch.save({name: tensor.cpu() for name, tensor in model.module.state_dict().items()}, args.output)
 
 
 @torch.inference_mode()

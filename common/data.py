@@ -56,6 +56,8 @@ def load_mnist(root):
         where = ", ".join(sorted({text for _, text in found if text}))
         line = f"the nodes have different data ({where}): put MNIST into {root} on all of them"
     if others or data == "a damaged MNIST":
+        if dist.is_initialized():  # or the process aborts at its end
+            dist.destroy_process_group()
         raise SystemExit(f"error: {line}" if rank == 0 else 1)
     if rank == 0 and line:
         print(line, flush=True)

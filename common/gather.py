@@ -20,9 +20,6 @@ def all_gather_ragged(tensor):
 
 
 def gather_in_order(tensor, length):
-    """Join the per-sample results of all ranks in data set order: [n, ...] to [length, ...].
-
-    DistributedSampler(shuffle=False) deals the samples out in turn, then repeats the first ones until all ranks have
-    n. Taking turns again restores the order, and what is left after ``length`` is that padding.
-    """
+    """Join the results that all ranks have for their samples in data set order: [n, ...] to [length, ...]."""
+    # DistributedSampler deals samples out in turn and repeats the first until each rank has n: that padding comes last
     return all_gather(tensor).transpose(0, 1).flatten(0, 1)[:length]

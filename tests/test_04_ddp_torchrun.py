@@ -4,7 +4,18 @@ import shutil
 import sys
 
 import pytest
-from helpers import DIGITS, ROOT, bare_accuracy, copy_project, distance, load_script, run, without_batch_norm
+from helpers import (
+    DIGITS,
+    ROOT,
+    bare_accuracy,
+    copy_project,
+    distance,
+    edit,
+    fewer_digits,
+    load_script,
+    run,
+    without_batch_norm,
+)
 from test_02_ddp_spawn import check_witness
 
 FOLDER = ROOT / "04_ddp_torchrun"
@@ -35,50 +46,58 @@ def test_three_ranks_with_a_remainder(tmp_path):
     check_witness(witness, epochs, world_size=3)
 
 
-class TestSameStep:
-    """A batch may be cut into ranks and accumulated parts: the weights after an epoch are those of the whole batch.
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A copy of the script with few digits, a network in which a batch may be cut, and no clipping of gradients.
 
-    BatchNorm's statistics of a part differ from those of the whole, so the copied network has GroupNorm instead.
+    Clipping would hide a wrong divisor wherever it sets in, as it gives a gradient of any size the same one.
     """
+    project = tmp_path_factory.mktemp("project")
+    copy_project(project, FOLDER / "train.py")
+    edit(project, "train.py", ("model.parameters(), 1.0)", "model.parameters(), 1e9)"))
+    fewer_digits(project)
+    without_batch_norm(project)
+    return project
 
-    @pytest.fixture(scope="class")
-    def project(self, tmp_path_factory):
-        project = tmp_path_factory.mktemp("project")
-        copy_project(project, FOLDER / "train.py")
-        shutil.copy(RUN, project)
-        without_batch_norm(project)
-        return project
 
-    @pytest.fixture(scope="class")
-    def whole(self, project):
-        return self.train(project, "whole.pt", 1, "--batch-size", 192)
+def trained(project, name, nproc, *options):
+    """The weights after two epochs."""
+    command = ["torchrun", "--standalone", f"--nproc-per-node={nproc}", "train.py", "--data-dir", "common"]
+    options = ["--epochs", 2, "--lr", 0.01, "--output", name, *options]
+    result = run([*command, *options], project, OMP_NUM_THREADS=str(2 // nproc))
+    assert result.code == 0, result
+    return project / name
 
-    @staticmethod
-    def train(project, name, nproc, *options):
-        command = ["bash", "run.sh", "--epochs", 1, "--data-dir", "common", "--output", name, *options]
-        result = run(command, project, NPROC=str(nproc))
-        assert result.code == 0, result
-        return project / name
 
-    def test_two_ranks(self, project, whole):
-        assert distance(whole, self.train(project, "two.pt", 2, "--batch-size", 96)) < 1e-4
+@pytest.fixture(scope="module")
+def whole(project):
+    """The weights of one process with batches of 192."""
+    return trained(project, "whole.pt", 1, "--batch-size", 192)
 
-    def test_two_ranks_that_accumulate(self, project, whole):
-        # a rank's last window has two of four batches, and the second is short
-        options = ["--batch-size", 24, "--accumulate", 4]
-        assert distance(whole, self.train(project, "accumulated.pt", 2, *options)) < 1e-4
 
-    def test_a_full_divisor_for_the_short_window_would_be_seen(self, project, whole):
-        script = project / "train.py"
-        right = "window = min(args.accumulate * args.batch_size, len(train_sampler) - first * args.batch_size)"
-        text = script.read_text()
-        assert right in text
-        script.write_text(text.replace(right, "window = args.accumulate * args.batch_size"))
-        try:
-            options = ["--batch-size", 24, "--accumulate", 4]
-            assert distance(whole, self.train(project, "wrong.pt", 2, *options)) > 1e-3
-        finally:
-            script.write_text(text)
+# of a rank's 630 images the last window has 54: three batches instead of four, and the third of them is short
+ACCUMULATE = ["--batch-size", 24, "--accumulate", 4]
+
+
+def test_two_ranks_take_the_steps_of_one_with_the_whole_batch(project, whole):
+    assert distance(whole, trained(project, "two.pt", 2, "--batch-size", 96)) < 1e-12
+
+
+def test_accumulated_batches_take_the_steps_of_a_whole_one(project, whole):
+    assert distance(whole, trained(project, "accumulated.pt", 2, *ACCUMULATE)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("len(train_sampler) - first * args.batch_size)", "10**9)"),  # divided by the size of a full window
+        (" or step + 1 == len(train_loader)", ""),  # no step, and gradients left over for the next epoch
+    ],
+)
+def test_a_wrong_window_would_be_seen(project, whole, right, wrong, tmp_path):
+    copied = shutil.copytree(project, tmp_path / "wrong")
+    edit(copied, "train.py", (right, wrong))
+    assert distance(whole, trained(copied, "wrong.pt", 2, *ACCUMULATE)) > 1e-6
 
 
 def test_a_copy_runs_in_another_project(tmp_path):
@@ -94,8 +113,11 @@ def test_a_copy_runs_in_another_project(tmp_path):
 
 
 def test_exits_cleanly_every_time(tmp_path):
+    copy_project(tmp_path, FOLDER / "train.py")
+    fewer_digits(tmp_path)
+    command = ["torchrun", "--standalone", "--nproc-per-node=2", "train.py", "--epochs", 1, "--data-dir", "common"]
     for _ in range(6):
-        result = run(["bash", RUN, "--epochs", 1, "--data-dir", DIGITS, "--batch-size", 512], tmp_path, limit=60)
+        result = run(command, tmp_path, limit=60, OMP_NUM_THREADS="1")
         assert result.code == 0, result
         assert result.errors == "", result
 
