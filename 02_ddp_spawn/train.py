@@ -64,8 +64,9 @@ def train(local_rank, args, port, train_set, test_set):  # DDP-0: what the paren
     if args.device == "cuda":
         torch.cuda.set_device(device)
     backend, gpu = ("nccl", device) if args.device == "cuda" else ("gloo", None)
-    rank, world_size, store = local_rank, args.nprocs, dist.TCPStore("127.0.0.1", port)
-    dist.init_process_group(backend, None, timedelta(seconds=args.timeout), world_size, rank, store, device_id=gpu)
+    store, timeout = dist.TCPStore("127.0.0.1", port), timedelta(seconds=args.timeout)
+    rank, world_size = local_rank, args.nprocs
+    dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout, device_id=gpu)
     torch.manual_seed(args.seed)
 
     # 2. Data

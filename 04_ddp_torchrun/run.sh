@@ -23,11 +23,12 @@ gpus=0
 if command -v nvidia-smi >/dev/null; then gpus=$(python -c 'import torch; print(torch.cuda.device_count())'); fi
 asked=${NPROC:-}
 NPROC=${NPROC:-$((gpus > 0 ? gpus : 2))}
+case $NPROC in 0 | *[!0-9]*) echo "run.sh: NPROC must be a number above 0, not '$NPROC'" >&2 && exit 2 ;; esac
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
 
 # Options that cannot work are refused here, in one line; torchrun would wrap it into every process's and its own report
-if [ $# -gt 0 ] || [ -n "$asked" ]; then
+if [ $# -gt 0 ] || [ -n "$asked" ] || [ ! -w . ]; then
   check='import os, runpy, sys; del sys.argv[0]; sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0])["parse_args"](); sys.exit(100)'
   LOCAL_RANK=0 LOCAL_WORLD_SIZE=$NPROC python -c "$check" "$here/$script" "$@" || code=$?

@@ -1,7 +1,15 @@
 """04: processes started by torchrun."""
 
+import contextlib
+import fcntl
+import os
+import pty
+import re
 import shutil
+import struct
+import subprocess
 import sys
+import termios
 
 import pytest
 from helpers import (
@@ -120,6 +128,24 @@ def test_exits_cleanly_every_time(tmp_path):
         result = run(command, tmp_path, limit=60, OMP_NUM_THREADS="1")
         assert result.code == 0, result
         assert result.errors == "", result
+
+
+def test_one_bar_with_the_loss_and_only_on_a_terminal(project):
+    # every other test sees a pipe, and test_exits_cleanly_every_time that nothing at all is written there
+    terminal, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 100, 0, 0))
+    command = ["torchrun", "--standalone", "--nproc-per-node=2", "train.py", "--epochs", "1", "--data-dir", "common"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=project, env=environment, stdout=subprocess.DEVNULL, stderr=end)
+    os.close(end)
+    seen = b""
+    with contextlib.suppress(OSError):  # which is how the end of a terminal shows
+        while part := os.read(terminal, 4096):
+            seen += part
+    os.close(terminal)
+    assert process.wait(timeout=60) == 0
+    assert seen.count(b"epoch 1/1:   0%|") == 2, seen  # empty, then with the first loss
+    assert re.search(rb"0/10 \[00:00<\?, \?it/s, loss=\d\.\d{4}\]", seen), seen
 
 
 def test_a_failing_rank_ends_the_job(tmp_path):
