@@ -42,13 +42,13 @@ def parse_args():
             parser.error(f"--{name.replace('_', '-')} must be above 0")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU on this machine; --device cpu runs everywhere")
-    if args.output.is_dir() or not os.access(args.output if args.output.exists() else args.output.parent, os.W_OK):
+    target = args.output if os.path.exists(args.output) else os.path.join(args.output.parent, "")
+    if os.path.isdir(args.output) or not os.access(target, os.W_OK):
         parser.error(f"--output {args.output}: cannot write this file; name one in a folder that exists and is yours")
     return args
 
 
 def train(args):
-    """Train a ConvNet, print one line an epoch, save the weights to args.output."""
     # 1. Setup
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
@@ -62,8 +62,8 @@ def train(args):
     test_loader = DataLoader(test_set, 1000, **loading)
 
     # 3. Model
-    model = ConvNet().to(device, memory_format=torch.channels_last)
-    model = nn.DataParallel(model)  # DP-1: each batch is split among the GPUs; with one or none this changes nothing
+    net = ConvNet().to(device, memory_format=torch.channels_last)
+    model = nn.DataParallel(net) if args.device == "cuda" else net  # DP-1: split each batch among the GPUs
     if args.compile:
         model = torch.compile(model)
 
@@ -91,12 +91,12 @@ def train(args):
             if step % 50 == 0 and not bar.disable:
                 bar.set_postfix(loss=f"{loss.item():.4f}")
         loss, seconds = total_loss.item() / images_per_epoch, time.perf_counter() - start
-        accuracy = evaluate(model.module, test_loader, device)
+        accuracy = evaluate(net, test_loader, device)
         print(f"epoch {epoch}/{args.epochs}  loss {loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
               f"{images_per_epoch / seconds:.0f} images/s", flush=True)
 
     # 6. Save
-    torch.save({name: tensor.cpu() for name, tensor in model.module.state_dict().items()}, args.output)
+    torch.save({name: tensor.cpu() for name, tensor in net.state_dict().items()}, args.output)
 
 
 @torch.inference_mode()

@@ -8,8 +8,10 @@ here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 
 has_torch='import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
 if ! python -c "$has_torch" 2>/dev/null; then
+  requirements=$here/requirements.txt # beside a copy; in the repository, one level up
+  [ -f "$requirements" ] || requirements=${here%/*}/requirements.txt
   echo "run.sh: no torch for python; run: python3 -m venv .venv && . .venv/bin/activate &&" \
-    "pip install -r '${here%/*}/requirements.txt'" >&2
+    "pip install -r '$requirements'" >&2
   exit 1
 fi
 # OMP_NUM_THREADS, cores ÷ processes by default, is set by the script

@@ -50,7 +50,8 @@ def parse_args():
             parser.error(f"--{name.replace('_', '-')} must be above 0")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU on this machine; --device cpu runs everywhere")
-    if args.output.is_dir() or not os.access(args.output if args.output.exists() else args.output.parent, os.W_OK):
+    target = args.output if os.path.exists(args.output) else os.path.join(args.output.parent, "")
+    if os.path.isdir(args.output) or not os.access(target, os.W_OK):
         parser.error(f"--output {args.output}: cannot write this file; name one in a folder that exists and is yours")
     if args.device == "cuda" and args.nprocs > gpus:  # DDP-0
         parser.error(f"more processes than GPUs ({gpus}): set --nprocs {gpus}, or --device cpu")
@@ -58,7 +59,6 @@ def parse_args():
 
 
 def train(local_rank, args, port, train_set, test_set):  # DDP-0: what the parent gives to each process
-    """Train a ConvNet, print one line an epoch, save the weights to args.output."""
     # 1. Setup
     device = torch.device(args.device, local_rank)  # DDP-1: one device a process, known before the group is made
     if args.device == "cuda":
@@ -77,10 +77,10 @@ def train(local_rank, args, port, train_set, test_set):  # DDP-0: what the paren
     test_loader = DataLoader(test_set, 1000, sampler=DistributedSampler(test_set, shuffle=False), **loading)  # DDP-3
 
     # 3. Model
-    model = ConvNet().to(device, memory_format=torch.channels_last)
+    net = ConvNet().to(device, memory_format=torch.channels_last)
     if args.device == "cuda":  # DDP-2: BatchNorm over the global batch; CUDA only
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model = DDP(model, forward_sync_buffers=False, gradient_as_bucket_view=True)  # DDP-2: averages gradients
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    model = DDP(net, forward_sync_buffers=False, gradient_as_bucket_view=True)  # DDP-2: averages gradients
     if args.compile:
         model = torch.compile(model)
 
@@ -110,14 +110,14 @@ def train(local_rank, args, port, train_set, test_set):  # DDP-0: what the paren
                 bar.set_postfix(loss=f"{loss.item():.4f}")
         dist.all_reduce(total_loss)  # DDP-5: the sum of all ranks
         loss, seconds = total_loss.item() / images_per_epoch, time.perf_counter() - start
-        accuracy = evaluate(model.module, test_loader, device)
+        accuracy = evaluate(net, test_loader, device)
         if rank == 0:  # DDP-4: one rank speaks for all
             print(f"epoch {epoch}/{args.epochs}  loss {loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
                   f"{images_per_epoch / seconds:.0f} images/s", flush=True)
 
     # 6. Save
     if rank == 0:  # DDP-4: one rank writes
-        torch.save({name: tensor.cpu() for name, tensor in model.module.state_dict().items()}, args.output)
+        torch.save({name: tensor.cpu() for name, tensor in net.state_dict().items()}, args.output)
 
 
 @torch.inference_mode()

@@ -12,22 +12,26 @@ here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 
 has_torch='import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
 if ! python -c "$has_torch" 2>/dev/null; then
+  requirements=$here/requirements.txt # beside a copy; in the repository, one level up
+  [ -f "$requirements" ] || requirements=${here%/*}/requirements.txt
   echo "run.sh: no torch for python; run: python3 -m venv .venv && . .venv/bin/activate &&" \
-    "pip install -r '${here%/*}/requirements.txt'" >&2
+    "pip install -r '$requirements'" >&2
   exit 1
 fi
 
 script=train.py
 case "${1:-}" in *.py) script=$1 && shift ;; esac
 gpus=0
-if command -v nvidia-smi >/dev/null; then gpus=$(python -c 'import torch; print(torch.cuda.device_count())'); fi
+if command -v nvidia-smi >/dev/null || [ -e /dev/nvidiactl ] || [ -e /dev/kfd ]; then
+  gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+fi
 asked=${NPROC:-}
 NPROC=${NPROC:-$((gpus > 0 ? gpus : 2))}
-case $NPROC in 0 | *[!0-9]*) echo "run.sh: NPROC must be a number above 0, not '$NPROC'" >&2 && exit 2 ;; esac
+case $NPROC in 0* | *[!0-9]*) echo "run.sh: NPROC must be a number above 0, not '$NPROC'" >&2 && exit 2 ;; esac
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
 
-# Options that cannot work are refused here, in one line; torchrun would wrap it into every process's and its own report
+# Refuse bad options here, in one line: under torchrun each process prints it, and torchrun a report around it
 if [ $# -gt 0 ] || [ -n "$asked" ] || [ ! -w . ]; then
   check='import os, runpy, sys; del sys.argv[0]; sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0])["parse_args"](); sys.exit(100)'

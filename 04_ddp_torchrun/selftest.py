@@ -1,7 +1,6 @@
 """Check that all processes of a job reach each other and compute the same: run it first on a new machine or cluster.
 
     bash 04_ddp_torchrun/run.sh selftest.py
-    torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/selftest.py --device cpu
 """
 
 import argparse
@@ -42,7 +41,7 @@ def parse_args():
     return args
 
 
-def make_checks(rank, world_size, device, store):
+def make_checks(rank, world_size, device, store, group):
     """The checks by name; each is a function that returns what this rank got and what it must get, two tensors."""
     rows = torch.arange(1.0, world_size**2 + 1, device=device).view(world_size, world_size)  # row r is rank r's input
 
@@ -72,6 +71,7 @@ def make_checks(rank, world_size, device, store):
         return [torch.cat([weight.grad.flatten() for weight in net.parameters()]) for net in (together, alone)]
 
     return {
+        "join": lambda: (dist.init_process_group(**group) or rows, rows),
         "all_reduce sum": lambda: (after(dist.all_reduce), rows.sum(0)),
         "all_reduce mean": lambda: (after(dist.all_reduce, dist.ReduceOp.AVG), rows.mean(0)),
         "broadcast": lambda: (after(dist.broadcast, world_size - 1), rows[-1]),
@@ -86,9 +86,10 @@ def run_check(check):
     """Run one check; return "" if it passed on this rank, else the reason in one line."""
     try:
         result, expected = check()
+        passed = torch.allclose(result, expected)
     except Exception as error:
-        return str(error).splitlines()[0]
-    return "" if torch.allclose(result, expected) else f"wrong by up to {(result - expected).abs().max().item():g}"
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return "" if passed else f"wrong by up to {(result - expected).abs().max().item():g}"
 
 
 def report_bandwidth(rank, world_size, device):
@@ -102,9 +103,9 @@ def report_bandwidth(rank, world_size, device):
             tensor[0].item()  # waits for the GPU
             times.append(time.perf_counter() - start)
         seconds = sorted(times[1:])[2]
-        bandwidth = mebibytes * 2**20 / seconds * 2 * (world_size - 1) / world_size / 1e9
+        speed = mebibytes * 2**20 / 1e9 / seconds * 2 * (world_size - 1) / world_size
         if rank == 0:
-            print(f"all_reduce {mebibytes:3} MiB  {seconds * 1e3:8.2f} ms  {bandwidth:7.2f} GB/s", flush=True)
+            print(f"all_reduce {mebibytes:3} MiB  {seconds * 1e3:8.2f} ms  {speed:7.2f} GB/s", flush=True)
 
 
 def selftest(args):
@@ -115,19 +116,17 @@ def selftest(args):
     print(f"{me}: {device}, {backend}, world size {world_size}\n", end="", flush=True)  # in one piece, as others print
     if args.device == "cuda":
         torch.cuda.set_device(device)
-    timeout = timedelta(seconds=args.timeout)
-    dist.init_process_group(backend, device_id=gpu, timeout=timeout)
-    # Verdicts travel through a store of their own, not by the collectives that they are about
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=2 * timeout)
-    for name, check in make_checks(rank, world_size, device, store).items():
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # so that a stuck collective raises and can be reported
+    group = {"backend": backend, "device_id": gpu, "timeout": timedelta(seconds=args.timeout)}
+    # Verdicts travel through a store, that of torchrun, and not by the collectives that they are about
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=2 * group["timeout"])
+    for name, check in make_checks(rank, world_size, device, store, group).items():
         reason = run_check(check)
         store.set(f"selftest/{name}/{rank}", reason and f"{me}: {reason}")
-        reasons = []
-        for other in range(world_size):
-            try:
-                reasons.append(store.get(f"selftest/{name}/{other}").decode())
-            except dist.DistError:
-                reasons.append(f"rank {other} did not answer within {2 * args.timeout} s")
+        try:
+            reasons = [store.get(f"selftest/{name}/{other}").decode() for other in range(world_size)]
+        except dist.DistError:
+            reasons = [reason, f"not every rank answered within {2 * args.timeout} s"]
         if any(reasons):
             if rank == 0:
                 print(f"FAILED: {name}: {'; '.join(filter(None, reasons))}", flush=True)
@@ -141,7 +140,8 @@ def selftest(args):
 def main():
     passed = selftest(parse_args())
     gc.collect()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     sys.exit(0 if passed else 1)
 
 

@@ -99,9 +99,9 @@ def download_mnist(root, raw):
         fcntl.flock(lock, fcntl.LOCK_EX)
         if all((raw / name).is_file() for name in CRC32):
             return
-        pool.apply_async(urlopen, [MNIST.mirrors[0] + MNIST.resources[0][0]], {"timeout": 5}).get(8)
+        pool.apply_async(urlopen, [MNIST.mirrors[0] + MNIST.resources[0][0]], {"timeout": 5}).get(8)  # seconds
         raw.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as folder:
-            pool.apply_async(MNIST, [folder], {"download": True}).get(600)
+            pool.apply_async(MNIST, [folder], {"download": True}).get(240)
             for name in CRC32:
                 os.replace(Path(folder, "MNIST", "raw", name), raw / name)

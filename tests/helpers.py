@@ -1,5 +1,6 @@
 """Run scripts as their users do, and read what they print."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -90,7 +91,8 @@ def wait_until_gone(token, limit=5):
 
 def kill(token):
     for process in processes(token):
-        os.kill(process, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 def load_script(path):

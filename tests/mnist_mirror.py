@@ -38,9 +38,12 @@ def use_files(monkeypatch, folder, mirror):
 
 
 @contextmanager
-def serve(folder):
-    """Serve a folder on a free port of the loopback address; give its URL and the list of paths asked for."""
-    asked = []
+def serve(folder, half=False):
+    """Serve a folder, or only the first half of each file, on a free port of the loopback address.
+
+    Gives its URL and the list of the paths that were asked for.
+    """
+    asked, ended = [], threading.Event()
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def __init__(self, *args):
@@ -48,7 +51,15 @@ def serve(folder):
 
         def do_GET(self):
             asked.append(self.path)
-            super().do_GET()
+            if not half:
+                return super().do_GET()
+            content = (folder / self.path[1:]).read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content[: len(content) // 2])
+            self.wfile.flush()
+            ended.wait(60)
 
         def log_message(self, *args):
             pass
@@ -56,4 +67,5 @@ def serve(folder):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}/", asked
+        ended.set()
         server.shutdown()

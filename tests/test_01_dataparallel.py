@@ -28,6 +28,7 @@ def test_trains_evaluates_and_saves(tmp_path):
         (["--device", "cuda"], "--device cuda: torch finds no GPU"),
         (["--output", "no/such/folder/mnist.pt"], "--output no/such/folder/mnist.pt: cannot write"),
         (["--output", "."], "--output .: cannot write"),
+        (["--output", __file__ + "/mnist.pt"], "test_01_dataparallel.py/mnist.pt: cannot write"),
         (["--colour", "red"], "unrecognized arguments: --colour red"),
     ],
 )

@@ -135,19 +135,18 @@ class TestMnist:
             assert [path.name for path in (root / str(number)).iterdir()] == ["MNIST"]
 
     def test_a_killed_download_leaves_nothing_half_written(self, files, root, monkeypatch):
-        listener = socket.create_server(("127.0.0.1", 0))  # a host that answers the first request, then stalls
         code = (
             "import sys, pathlib, common.data as data; data.MNIST.mirrors = [sys.argv[1]];"
-            "data.urlopen = lambda *args, **kwargs: None; data.load_mnist(pathlib.Path(sys.argv[2]))"
+            "data.load_mnist(pathlib.Path(sys.argv[2]))"
         )
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        process = subprocess.Popen([sys.executable, "-c", code, url, root], cwd=ROOT)
-        listener.settimeout(60)
-        connection, _ = listener.accept()  # the download has begun
-        process.send_signal(signal.SIGKILL)
-        process.wait(timeout=30)
-        connection.close()
-        listener.close()
+        with mnist_mirror.serve(files, half=True) as (url, _):
+            process = subprocess.Popen([sys.executable, "-c", code, url, root], cwd=ROOT)
+            end = time.monotonic() + 60
+            while not any(path.stat().st_size for path in root.glob(".download-*/MNIST/raw/*")):
+                assert process.poll() is None and time.monotonic() < end
+                time.sleep(0.05)
+            process.send_signal(signal.SIGKILL)  # with half of the first file on disk
+            process.wait(timeout=30)
         assert list((root / "MNIST/raw").iterdir()) == []
         with mnist_mirror.serve(files) as (url, _):
             mnist_mirror.use_files(monkeypatch, files, url)

@@ -58,7 +58,7 @@ def test_more_nodes_need_an_address_and_a_rank(tmp_path):
         assert len(result.errors.splitlines()) == 1 and missing in result.errors, result
 
 
-@pytest.mark.parametrize("number", ["0", "-1", "two", "1.5"])
+@pytest.mark.parametrize("number", ["0", "-1", "two", "1.5", "08"])
 def test_a_number_of_processes_that_is_none(number, tmp_path):
     result = run(["bash", ROOT / "04_ddp_torchrun/run.sh"], tmp_path, NPROC=number)
     assert result.code == 2, result
