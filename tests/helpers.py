@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -67,6 +68,22 @@ def run(command, cwd, limit=120, **environment):
     kill(token)
     assert not left, f"still running: {left}\n{result}"
     return result
+
+
+def run_two_nodes(script, options, cwd):
+    """Run a launch file as two nodes of one process each, on this machine; prints both exit codes.
+
+    What node 0 and node 1 print is in node0.out, node0.err, node1.out and node1.err.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    start = [
+        f"NODE_RANK={rank} bash '{script}' {options[rank]} > node{rank}.out 2> node{rank}.err & node{rank}=$!"
+        for rank in (0, 1)
+    ]
+    end = 'wait "$node0"; first=$?; wait "$node1"; echo "$first $?"'
+    settings = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return run(["bash", "-c", "\n".join([*start, end])], cwd, **settings)
 
 
 def processes(token):

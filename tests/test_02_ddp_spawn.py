@@ -1,9 +1,10 @@
 """02: processes spawned on one machine."""
 
 import math
+import sys
 
 import pytest
-from helpers import DIGITS, ROOT, bare_accuracy, load_script, run
+from helpers import DIGITS, ROOT, bare_accuracy, copy_project, fewer_digits, load_script, run
 
 RUN = ROOT / "02_ddp_spawn/run.sh"
 
@@ -24,20 +25,22 @@ def test_both_ranks_train_evaluate_and_save(tmp_path):
     check_witness(witness, epochs)
 
 
-def check_witness(witness, epochs, world_size=2):
+def check_witness(witness, epochs, world_size=2, images=1438 * 9):
     """Each rank brought its share to each epoch's loss, and the printed loss is the mean over all images."""
     rows = [line.split() for line in witness.read_text().splitlines()]
     assert {int(world) for _, world, _ in rows} == {world_size}
     shares = [[float(loss) for rank, _, loss in rows if int(rank) == each] for each in range(world_size)]
-    images = math.ceil(1438 * 9 / world_size) * world_size
+    images = math.ceil(images / world_size) * world_size
     for number, line in enumerate(epochs):
         assert all(rank[number] > 0 for rank in shares)
         assert float(line["loss"]) == pytest.approx(sum(rank[number] for rank in shares) / images, abs=6e-5)
 
 
 def test_a_failing_process_shows_its_traceback_and_ends_the_others(tmp_path):
+    script = copy_project(tmp_path / "my project", ROOT / "02_ddp_spawn/train.py")
+    fewer_digits(script.parent)
     result = run(
-        ["bash", RUN, "--epochs", 1, "--data-dir", DIGITS],
+        [sys.executable, script, "--epochs", 1, "--data-dir", script.parent / "common"],
         tmp_path,
         limit=60,
         PYTHONPATH=str(ROOT / "tests/witness"),

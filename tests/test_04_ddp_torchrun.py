@@ -22,6 +22,7 @@ from helpers import (
     fewer_digits,
     load_script,
     run,
+    run_two_nodes,
     without_batch_norm,
 )
 from test_02_ddp_spawn import check_witness
@@ -43,16 +44,26 @@ def test_both_ranks_train_evaluate_and_save(tmp_path):
     check_witness(witness, epochs)
 
 
-def test_three_ranks_with_a_remainder(tmp_path):
-    # neither 359 test images nor the last batches are divisible by 3 ranks
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A copy of the folder that trains on few digits, for what does not depend on how many there are."""
+    small = tmp_path_factory.mktemp("small project")
+    copy_project(small, FOLDER / "train.py")
+    shutil.copy(RUN, small)
+    fewer_digits(small)
+    return small
+
+
+def test_three_ranks_with_a_remainder(small, tmp_path):
+    # neither the 359 test images nor the last batches are divisible by 3 ranks; bfloat16 is for training alone
     weights, witness = tmp_path / "weights.pt", tmp_path / "witness"
-    command = ["bash", RUN, "--epochs", 1, "--data-dir", DIGITS, "--output", weights, "--batch-size", 50]
-    command += ["--amp", "--no-sync-bn"]
+    command = ["bash", small / "run.sh", "--epochs", 1, "--data-dir", small / "common", "--output", weights]
+    command += ["--batch-size", 50, "--amp", "--no-sync-bn"]
     result = run(command, tmp_path, NPROC="3", WITNESS=str(witness), **WITNESS)
     assert result.code == 0, result
     epochs = result.epochs()
     assert epochs[0]["accuracy"] == f"{bare_accuracy(weights):.4f}", result
-    check_witness(witness, epochs, world_size=3)
+    check_witness(witness, epochs, world_size=3, images=1260)
 
 
 @pytest.fixture(scope="module")
@@ -121,24 +132,33 @@ def test_a_copy_runs_in_another_project(tmp_path):
     assert result.epochs()[0]["accuracy"] == f"{bare_accuracy(tmp_path / 'mnist.pt'):.4f}", result
 
 
-def test_exits_cleanly_every_time(tmp_path):
-    copy_project(tmp_path, FOLDER / "train.py")
-    fewer_digits(tmp_path)
+def test_a_compiled_model_trains_and_its_weights_have_the_plain_names(small, tmp_path):
+    # aot_eager takes all steps of a compilation but the last, which needs a C++ compiler and minutes
+    weights = tmp_path / "weights.pt"
+    command = ["torchrun", "--standalone", "--nproc-per-node=2", "train.py", "--data-dir", "common", "--compile"]
+    command += ["--accumulate", 2, "--output", weights]
+    result = run(command, small, COMPILE_BACKEND="aot_eager", OMP_NUM_THREADS="1", **WITNESS)
+    assert result.code == 0, result
+    assert float(result.epochs()[-1]["accuracy"]) > 0.5, result
+    assert result.epochs()[-1]["accuracy"] == f"{bare_accuracy(weights):.4f}", result
+
+
+def test_exits_cleanly_every_time(small):
     command = ["torchrun", "--standalone", "--nproc-per-node=2", "train.py", "--epochs", 1, "--data-dir", "common"]
-    for _ in range(6):
-        result = run(command, tmp_path, limit=60, OMP_NUM_THREADS="1")
+    for _ in range(5):
+        result = run(command, small, limit=60, OMP_NUM_THREADS="1")
         assert result.code == 0, result
         assert result.errors == "", result
 
 
-def test_one_bar_with_the_loss_and_only_on_a_terminal(project):
+def test_one_bar_with_the_loss_and_only_on_a_terminal(small):
     # every other test sees a pipe, and test_exits_cleanly_every_time that nothing at all is written there
     terminal, end = pty.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 100, 0, 0))
     launch = ["timeout", "120", "torchrun", "--standalone", "--nproc-per-node=2"]
     command = [*launch, "train.py", "--epochs", "1", "--data-dir", "common"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=project, env=environment, stdout=subprocess.DEVNULL, stderr=end)
+    process = subprocess.Popen(command, cwd=small, env=environment, stdout=subprocess.DEVNULL, stderr=end)
     os.close(end)
     seen = b""
     with contextlib.suppress(OSError):  # which is how the end of a terminal shows
@@ -150,8 +170,9 @@ def test_one_bar_with_the_loss_and_only_on_a_terminal(project):
     assert re.search(rb"0/10 \[\d\d:\d\d<\?, \?it/s, loss=\d\.\d{4}\]", seen), seen
 
 
-def test_a_failing_rank_ends_the_job(tmp_path):
-    command = ["bash", RUN, "--epochs", 1, "--data-dir", DIGITS]
+def test_a_failing_rank_ends_the_job(small, tmp_path):
+    script, data = small / "train.py", small / "common"
+    command = ["torchrun", "--standalone", "--nproc-per-node=2", script, "--epochs", 1, "--data-dir", data]
     result = run(command, tmp_path, limit=60, WITNESS=str(tmp_path / "witness"), FAULTY_RANK="1", **WITNESS)
     assert result.code == 1, result
     assert "RuntimeError: planted by the test" in result.errors
@@ -185,6 +206,15 @@ def test_selftest_passes(tmp_path):
         assert sum(line.startswith(f"rank {rank} on ") and "gloo" in line for line in lines) == 1, result
     assert sum(line.startswith("all_reduce ") and line.endswith(" GB/s") for line in lines) == 3, result
     assert lines[-1] == "OK: all checks passed on 3 ranks"
+
+
+def test_two_nodes_meet(tmp_path):
+    result = run_two_nodes(RUN, ["selftest.py", "selftest.py"], tmp_path)
+    assert result.output == "0 0\n", result
+    lines = [line for rank in (0, 1) for line in (tmp_path / f"node{rank}.out").read_text().splitlines()]
+    for rank in (0, 1):
+        assert sum(line.startswith(f"rank {rank} on ") and line.endswith("world size 2") for line in lines) == 1, lines
+    assert lines.count("OK: all checks passed on 2 ranks") == 1
 
 
 def test_selftest_names_the_rank_and_the_check(tmp_path):

@@ -13,7 +13,7 @@ import mnist_mirror
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import DIGITS, ROOT, load_script, run
+from helpers import DIGITS, ROOT, load_script, run_two_nodes
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import common.data
@@ -214,16 +214,8 @@ def test_nodes_with_different_data_stop_at_once(tmp_path):
     raw.mkdir(parents=True)
     for name in common.data.CRC32:
         (raw / name).write_bytes(b"not what it should be")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
-    script = ROOT / "04_ddp_torchrun/run.sh"
-    nodes = [
-        f"NODE_RANK={rank} bash '{script}' --data-dir '{folder}' > node{rank}.out 2> node{rank}.err & "
-        for rank, folder in ((0, DIGITS), (1, tmp_path / "damaged"))
-    ]
-    settings = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    both = f'{nodes[0]} first=$!; {nodes[1]} second=$!; wait "$first"; a=$?; wait "$second"; echo "$a $?"'
-    result = run(["bash", "-c", both], tmp_path, limit=90, **settings)
+    options = [f"--data-dir '{folder}'" for folder in (DIGITS, tmp_path / "damaged")]
+    result = run_two_nodes(ROOT / "04_ddp_torchrun/run.sh", options, tmp_path)
     assert result.output == "1 1\n", result
     lines = [line for rank in (0, 1) for line in (tmp_path / f"node{rank}.err").read_text().splitlines()]
     errors = [line for line in lines if line.startswith("error: ")]

@@ -1,4 +1,5 @@
-"""Put on PYTHONPATH by tests: writes down what each rank brings to an all_reduce, or makes one rank fail.
+"""Put on PYTHONPATH by tests: writes down what each rank brings to an all_reduce, makes one rank fail, or changes what
+compiles a model.
 
 A test must see that every rank took part without any branch in the scripts that exists for tests alone.
 """
@@ -19,3 +20,10 @@ if "WITNESS" in os.environ:
         return real_all_reduce(tensor, *args, **kwargs)
 
     dist.all_reduce = all_reduce
+
+if "COMPILE_BACKEND" in os.environ:
+    import functools
+
+    import torch
+
+    torch.compile = functools.partial(torch.compile, backend=os.environ["COMPILE_BACKEND"])
