@@ -24,6 +24,11 @@ EPOCH = re.compile(
 )
 
 
+def label(path):
+    """What a path is called in the list of tests."""
+    return str(path.relative_to(ROOT))
+
+
 class Result:
     """What a command printed, its exit code and how long it took."""
 
@@ -120,7 +125,7 @@ def load_script(path):
     return module
 
 
-def bare_accuracy(weights, data_dir=DIGITS):
+def bare_accuracy(weights):
     """The accuracy of saved weights in a bare ConvNet, computed image by image, without any code of the scripts."""
     from common.data import load_mnist
     from common.model import ConvNet
@@ -128,7 +133,7 @@ def bare_accuracy(weights, data_dir=DIGITS):
     model = ConvNet()
     model.load_state_dict(torch.load(weights, weights_only=True))
     model.eval()
-    test_set = load_mnist(data_dir)[1]
+    test_set = load_mnist(DIGITS)[1]
     with torch.no_grad():
         right = sum(int(model(image[None]).argmax()) == int(label) for image, label in test_set)
     return right / len(test_set)

@@ -4,18 +4,13 @@ import re
 import subprocess
 
 import pytest
-from helpers import EPOCH, ROOT
+from helpers import EPOCH, ROOT, label
 from test_markers import BASES, code, marks
 
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("0*/train.py"))
 READMES = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in FOLDERS)]
-BASE = "01_dataparallel"
 SETUP = "python3 -m venv .venv && . .venv/bin/activate && pip install -r requirements.txt"
 DIFF = re.compile(r"(?<=^```diff\n).+?(?=^```$)", re.M | re.S)
-
-
-def name(path):
-    return str(path.relative_to(ROOT))
 
 
 def sections(text):
@@ -77,13 +72,13 @@ def test_expected_output_has_the_form_of_the_output(folder):
         assert abs(seconds * speed - 60_000) <= 0.05 * speed + seconds
 
 
-@pytest.mark.parametrize("path", READMES, ids=name)
+@pytest.mark.parametrize("path", READMES, ids=label)
 def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
         assert target.startswith("https://") or (path.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("path", READMES, ids=name)
+@pytest.mark.parametrize("path", READMES, ids=label)
 def test_commands_name_what_exists(path):
     for line in "".join(blocks(path.read_text(), "bash")).splitlines():
         for script in re.findall(r"0\d_\w+/[\w.]+", line):

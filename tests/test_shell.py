@@ -6,16 +6,12 @@ import shutil
 import subprocess
 
 import pytest
-from helpers import ROOT, run
+from helpers import ROOT, label, run
 
 LAUNCHERS = sorted(ROOT.glob("0*/run.sh"))
 
 
-def ids(path):
-    return f"{path.parent.name}/{path.name}"
-
-
-@pytest.mark.parametrize("path", LAUNCHERS, ids=ids)
+@pytest.mark.parametrize("path", LAUNCHERS, ids=label)
 def test_form(path):
     lines = path.read_text().splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
@@ -25,7 +21,7 @@ def test_form(path):
     assert lines[-1].startswith("exec ") and lines[-1].endswith('"$@"')
 
 
-@pytest.mark.parametrize("path", [*LAUNCHERS, ROOT / ".ci/run"], ids=ids)
+@pytest.mark.parametrize("path", [*LAUNCHERS, ROOT / ".ci/run"], ids=label)
 def test_bash_and_shellcheck_find_nothing(path):
     subprocess.run(["bash", "-n", path], check=True, timeout=30)
     if not shutil.which("shellcheck"):
@@ -34,7 +30,7 @@ def test_bash_and_shellcheck_find_nothing(path):
     assert check.returncode == 0, check.stdout
 
 
-@pytest.mark.parametrize("path", LAUNCHERS, ids=ids)
+@pytest.mark.parametrize("path", LAUNCHERS, ids=label)
 def test_without_torch_it_says_what_to_run(path, tmp_path):
     # a PATH with the shell's tools and a python that has no packages at all
     bare = tmp_path / "bare"
