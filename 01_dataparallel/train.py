@@ -6,7 +6,6 @@
 """
 
 import argparse
-import math
 import os
 import sys
 import time
@@ -35,16 +34,14 @@ def parse_args():
     parser.add_argument("--amp", action="store_true", help="compute in bfloat16 where that is safe")
     parser.add_argument("--compile", action="store_true", help="compile the model: a slower start, faster steps")
     args = parser.parse_args()
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     for name, value in vars(args).items():
         if name != "seed" and type(value) in (int, float) and not 0 < value < float("inf"):
             parser.error(f"--{name.replace('_', '-')} must be above 0")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no GPU on this machine; --device cpu runs everywhere")
-    target = args.output if os.path.exists(args.output) else os.path.join(args.output.parent, "")
-    if os.path.isdir(args.output) or not os.access(target, os.W_OK):
-        parser.error(f"--output {args.output}: cannot write this file; name one in a folder that exists and is yours")
+    if args.device == "cuda" and torch.cuda.device_count() < 1:
+        parser.error(f"each process needs a GPU, torch finds {torch.cuda.device_count()}: start fewer, or --device cpu")
+    if os.path.isdir(out := args.output) or not os.access(out if os.path.exists(out) else f"{out.parent}/", os.W_OK):
+        parser.error(f"--output {out}: cannot write this file; name one in a folder that exists and is yours")
     return args
 
 
@@ -64,14 +61,13 @@ def train(args):
     # 3. Model
     net = ConvNet().to(device, memory_format=torch.channels_last)
     model = nn.DataParallel(net) if args.device == "cuda" else net  # DP-1: split each batch among the GPUs
-    if args.compile:
-        model = torch.compile(model)
+    model = torch.compile(model) if args.compile else model
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss()
     global_batch = args.batch_size
     optimizer = torch.optim.SGD(model.parameters(), args.lr * global_batch / 256, momentum=0.9, nesterov=True)
-    steps = args.epochs * math.ceil(images_per_epoch / global_batch)  # the rate rises for 40 % of them, then falls to 0
+    steps = args.epochs * len(train_loader)  # the rate rises for 40 % of them, then falls to 0
     scheduler = LambdaLR(optimizer, lambda step: min((step + 1) / (steps * 0.4 + 1), (steps - step) / (steps * 0.6)))
 
     # 5. Train and evaluate

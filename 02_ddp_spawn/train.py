@@ -6,7 +6,6 @@
 
 import argparse
 import gc  # DDP-1
-import math
 import os
 import sys
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist  # DDP-1
-import torch.multiprocessing as mp  # DDP-0
+import torch.distributed.nn  # DDP-1: imported later, by DDP, it would keep the group alive past its end
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # DDP-2
 from torch.optim.lr_scheduler import LambdaLR
@@ -40,30 +39,25 @@ def parse_args():
     parser.add_argument("--amp", action="store_true", help="compute in bfloat16 where that is safe")
     parser.add_argument("--compile", action="store_true", help="compile the model: a slower start, faster steps")
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for another rank")  # DDP-1
-    gpus = torch.cuda.device_count()  # DDP-0: as many processes as GPUs
+    gpus = torch.cuda.device_count()  # DDP-0
     parser.add_argument("--nprocs", type=int, default=gpus or 2, help="processes to start; one a GPU, or 2")
     args = parser.parse_args()
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     for name, value in vars(args).items():
         if name != "seed" and type(value) in (int, float) and not 0 < value < float("inf"):
             parser.error(f"--{name.replace('_', '-')} must be above 0")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no GPU on this machine; --device cpu runs everywhere")
-    target = args.output if os.path.exists(args.output) else os.path.join(args.output.parent, "")
-    if os.path.isdir(args.output) or not os.access(target, os.W_OK):
-        parser.error(f"--output {args.output}: cannot write this file; name one in a folder that exists and is yours")
-    if args.device == "cuda" and args.nprocs > gpus:  # DDP-0
-        parser.error(f"more processes than GPUs ({gpus}): set --nprocs {gpus}, or --device cpu")
+    if args.device == "cuda" and torch.cuda.device_count() < args.nprocs:  # DDP-0
+        parser.error(f"each process needs a GPU, torch finds {torch.cuda.device_count()}: start fewer, or --device cpu")
+    if os.path.isdir(out := args.output) or not os.access(out if os.path.exists(out) else f"{out.parent}/", os.W_OK):
+        parser.error(f"--output {out}: cannot write this file; name one in a folder that exists and is yours")
     return args
 
 
 def train(local_rank, args, port, train_set, test_set):  # DDP-0: what the parent gives to each process
     # 1. Setup
     device = torch.device(args.device, local_rank)  # DDP-1: one device a process, known before the group is made
-    if args.device == "cuda":
-        torch.cuda.set_device(device)
     backend, gpu = ("nccl", device) if args.device == "cuda" else ("gloo", None)
+    torch.cuda.set_device(gpu or -1)  # -1: no GPU
     store, timeout = dist.TCPStore("127.0.0.1", port), timedelta(seconds=args.timeout)
     rank, world_size = local_rank, args.nprocs
     dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout, device_id=gpu)
@@ -78,17 +72,15 @@ def train(local_rank, args, port, train_set, test_set):  # DDP-0: what the paren
 
     # 3. Model
     net = ConvNet().to(device, memory_format=torch.channels_last)
-    if args.device == "cuda":  # DDP-2: BatchNorm over the global batch; CUDA only
-        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(net) if gpu else net  # DDP-2: over the global batch; CUDA only
     model = DDP(net, forward_sync_buffers=False, gradient_as_bucket_view=True)  # DDP-2: averages gradients
-    if args.compile:
-        model = torch.compile(model)
+    model = torch.compile(model) if args.compile else model
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss()
     global_batch = args.batch_size * world_size  # DDP-3
     optimizer = torch.optim.SGD(model.parameters(), args.lr * global_batch / 256, momentum=0.9, nesterov=True)
-    steps = args.epochs * math.ceil(images_per_epoch / global_batch)  # the rate rises for 40 % of them, then falls to 0
+    steps = args.epochs * len(train_loader)  # the rate rises for 40 % of them, then falls to 0
     scheduler = LambdaLR(optimizer, lambda step: min((step + 1) / (steps * 0.4 + 1), (steps - step) / (steps * 0.6)))
 
     # 5. Train and evaluate
@@ -132,7 +124,7 @@ def evaluate(model, test_loader, device):
     return hits.sum().item() / len(hits)
 
 
-def run(local_rank, *given):  # DDP-0: in each process; mp.spawn puts its number first
+def run(local_rank, *given):  # DDP-0: in each process; spawn puts its number first
     train(local_rank, *given)
     gc.collect()  # DDP-1: the model goes before the group does: in the other order some exits abort
     dist.destroy_process_group()
@@ -143,7 +135,7 @@ def main():
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.nprocs)))
     train_set, test_set = load_mnist(args.data_dir)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    mp.spawn(run, (args, store.port, train_set, test_set), args.nprocs)
+    torch.multiprocessing.spawn(run, (args, store.port, train_set, test_set), args.nprocs)
 
 
 if __name__ == "__main__":

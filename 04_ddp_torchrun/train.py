@@ -7,7 +7,7 @@
 import argparse
 import contextlib  # DDP-7
 import gc  # DDP-1
-import math
+import math  # DDP-7
 import os
 import sys
 import time
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist  # DDP-1
+import torch.distributed.nn  # DDP-1: imported later, by DDP, it would keep the group alive past its end
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # DDP-2
 from torch.optim.lr_scheduler import LambdaLR
@@ -43,20 +44,16 @@ def parse_args():
     parser.add_argument("--no-sync-bn", action="store_true", help="BatchNorm statistics per GPU")  # DDP-2
     parser.add_argument("--accumulate", type=int, default=1, help="batches to add up for a step")  # DDP-7
     args = parser.parse_args()
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     for name, value in vars(args).items():
         if name != "seed" and type(value) in (int, float) and not 0 < value < float("inf"):
             parser.error(f"--{name.replace('_', '-')} must be above 0")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no GPU on this machine; --device cpu runs everywhere")
-    target = args.output if os.path.exists(args.output) else os.path.join(args.output.parent, "")
-    if os.path.isdir(args.output) or not os.access(target, os.W_OK):
-        parser.error(f"--output {args.output}: cannot write this file; name one in a folder that exists and is yours")
     if "LOCAL_RANK" not in os.environ:  # DDP-0: torchrun says in the environment who is who
         parser.error(f"start it with torchrun: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    if args.device == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
-        parser.error(f"more processes than GPUs ({torch.cuda.device_count()}): start fewer, or use --device cpu")
+    if args.device == "cuda" and torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        parser.error(f"each process needs a GPU, torch finds {torch.cuda.device_count()}: start fewer, or --device cpu")
+    if os.path.isdir(out := args.output) or not os.access(out if os.path.exists(out) else f"{out.parent}/", os.W_OK):
+        parser.error(f"--output {out}: cannot write this file; name one in a folder that exists and is yours")
     return args
 
 
@@ -64,9 +61,8 @@ def train(args):
     # 1. Setup
     local_rank = int(os.environ["LOCAL_RANK"])  # DDP-1: one device a process, known before the group is made
     device = torch.device(args.device, local_rank)
-    if args.device == "cuda":
-        torch.cuda.set_device(device)
     backend, gpu = ("nccl", device) if args.device == "cuda" else ("gloo", None)
+    torch.cuda.set_device(gpu or -1)  # -1: no GPU
     dist.init_process_group(backend, device_id=gpu, timeout=timedelta(seconds=args.timeout))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
@@ -81,17 +77,15 @@ def train(args):
 
     # 3. Model
     net = ConvNet().to(device, memory_format=torch.channels_last)
-    if args.device == "cuda" and not args.no_sync_bn:  # DDP-2: BatchNorm over the global batch; CUDA only
-        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(net) if gpu and not args.no_sync_bn else net  # DDP-2: CUDA only
     model = DDP(net, forward_sync_buffers=False, gradient_as_bucket_view=True)  # DDP-2: averages gradients
-    if args.compile:
-        model = torch.compile(model)
+    model = torch.compile(model) if args.compile else model
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss()
     global_batch = args.batch_size * args.accumulate * world_size  # DDP-3, DDP-7
     optimizer = torch.optim.SGD(model.parameters(), args.lr * global_batch / 256, momentum=0.9, nesterov=True)
-    steps = args.epochs * math.ceil(images_per_epoch / global_batch)  # the rate rises for 40 % of them, then falls to 0
+    steps = args.epochs * math.ceil(len(train_loader) / args.accumulate)  # DDP-7; the rate rises for 40 %, then falls
     scheduler = LambdaLR(optimizer, lambda step: min((step + 1) / (steps * 0.4 + 1), (steps - step) / (steps * 0.6)))
 
     # 5. Train and evaluate

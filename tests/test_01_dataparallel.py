@@ -3,6 +3,8 @@
 import pytest
 from helpers import DIGITS, ROOT, bare_accuracy, load_script, run
 
+FOLDERS = sorted(path.parent.name for path in ROOT.glob("0*/train.py"))
+
 
 def test_trains_evaluates_and_saves(tmp_path):
     weights = tmp_path / "weights.pt"
@@ -16,7 +18,7 @@ def test_trains_evaluates_and_saves(tmp_path):
     assert epochs[-1]["accuracy"] == f"{bare_accuracy(weights):.4f}", result
 
 
-@pytest.mark.parametrize("folder", ["01_dataparallel", "02_ddp_spawn", "04_ddp_torchrun"])
+@pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -25,7 +27,7 @@ def test_trains_evaluates_and_saves(tmp_path):
         (["--epochs", "three"], "--epochs: invalid int value"),
         (["--batch-size", "0"], "--batch-size must be above 0"),
         (["--lr", "nan"], "--lr must be above 0"),
-        (["--device", "cuda"], "--device cuda: torch finds no GPU"),
+        (["--device", "cuda"], "each process needs a GPU, torch finds 0: start fewer, or --device cpu"),
         (["--output", "no/such/folder/mnist.pt"], "--output no/such/folder/mnist.pt: cannot write"),
         (["--output", "."], "--output .: cannot write"),
         (["--output", __file__ + "/mnist.pt"], "test_01_dataparallel.py/mnist.pt: cannot write"),
@@ -34,7 +36,10 @@ def test_trains_evaluates_and_saves(tmp_path):
 )
 def test_bad_options_get_one_line(folder, options, complaint, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.syspath_prepend(ROOT / folder)
     monkeypatch.setattr("sys.argv", ["train.py", *options])
     with pytest.raises(SystemExit) as stop:
         load_script(ROOT / folder / "train.py").parse_args()
@@ -45,7 +50,7 @@ def test_bad_options_get_one_line(folder, options, complaint, monkeypatch, capsy
     assert complaint in error
 
 
-@pytest.mark.parametrize("folder", ["01_dataparallel", "02_ddp_spawn", "04_ddp_torchrun"])
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_run_sh_refuses_in_one_line(folder, tmp_path):
     result = run(["bash", ROOT / folder / "run.sh", "--epochs", 0], tmp_path)
     assert result.code == 2, result

@@ -59,4 +59,4 @@ def test_more_processes_than_gpus(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["train.py", "--nprocs", "3"])
     with pytest.raises(SystemExit):
         load_script(ROOT / "02_ddp_spawn/train.py").parse_args()
-    assert "error: more processes than GPUs (2): set --nprocs 2, or --device cpu" in capsys.readouterr().err
+    assert "error: each process needs a GPU, torch finds 2: start fewer, or --device cpu" in capsys.readouterr().err

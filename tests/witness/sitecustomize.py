@@ -1,5 +1,5 @@
-"""Put on PYTHONPATH by tests: writes down what each rank brings to an all_reduce, makes one rank fail, or changes what
-compiles a model.
+"""Put on PYTHONPATH by tests: writes down what each rank brings to an all_reduce, makes one rank fail, counts Gloo's
+threads at the exit, or changes what compiles a model.
 
 A test must see that every rank took part without any branch in the scripts that exists for tests alone.
 """
@@ -20,6 +20,17 @@ if "WITNESS" in os.environ:
         return real_all_reduce(tensor, *args, **kwargs)
 
     dist.all_reduce = all_reduce
+
+if "THREADS" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
+    import atexit
+    from pathlib import Path
+
+    def count_threads():
+        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+        with open(os.environ["THREADS"], "a") as file:
+            file.write(f"{sum('gloo' in name for name in names)}\n")
+
+    atexit.register(count_threads)
 
 if "COMPILE_BACKEND" in os.environ:
     import functools
