@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -23,6 +24,11 @@ EPOCH = re.compile(
     r"(?P<seconds>\d+\.\d) s  (?P<speed>\d+) images/s"
 )
 
+SETTINGS = {  # of launch files and of torchrun, which a test sets or leaves out
+    *("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "RANK", "LOCAL_RANK"),
+    *("RDZV_ENDPOINT", "RDZV_ID", "MAX_RESTARTS", "START_TIMEOUT", "GLOO_SOCKET_IFNAME"),
+}
+
 
 def label(path):
     """What a path is called in the list of tests."""
@@ -35,7 +41,7 @@ class Result:
     def __init__(self, command, code, output, errors, seconds):
         self.command, self.code, self.output, self.errors, self.seconds = command, code, output, errors, seconds
 
-    def __str__(self):
+    def __repr__(self):
         return f"{self.command}\nexit code {self.code} after {self.seconds:.1f} s\n{self.output}\n{self.errors}"
 
     def epochs(self):
@@ -46,49 +52,86 @@ class Result:
         return [match.groupdict() for match in matches]
 
 
+class Running:
+    """A command that has been started, and whatever it starts itself."""
+
+    def __init__(self, command, cwd, **environment):
+        self.command, self.token, self.start = command, uuid.uuid4().hex, time.monotonic()
+        self.files = [tempfile.TemporaryFile("w+") for _ in range(2)]
+        self.process = subprocess.Popen(
+            [str(part) for part in command],
+            cwd=cwd,
+            env={name: value for name, value in os.environ.items() if name not in SETTINGS}
+            | environment
+            | {"TEST_RUN": self.token},
+            stdin=subprocess.DEVNULL,
+            stdout=self.files[0],
+            stderr=self.files[1],
+            start_new_session=True,
+        )
+
+    def printed(self):
+        """What it has printed so far: its standard output and its errors."""
+        for file in self.files:
+            file.seek(0)
+        return [file.read() for file in self.files]
+
+    def wait_for(self, text, limit=60):
+        """Wait until this stands in its output."""
+        while text not in self.printed()[0]:
+            assert self.process.poll() is None and time.monotonic() < self.start + limit, (text, self.printed())
+            time.sleep(0.1)
+
+    def kill(self, *words):
+        """End, with SIGKILL, one process in whose command line all these words stand."""
+        for process in processes(self.token):
+            if all(word.encode() in Path(f"/proc/{process}/cmdline").read_bytes() for word in words):
+                os.kill(process, signal.SIGKILL)
+                return
+        raise AssertionError(f"no process of {self.command} has {words} in its command line")
+
+    def kill_all(self):
+        """End it and whatever it has started."""
+        kill(self.token)
+        self.process.wait()
+
+    def finish(self, limit=120):
+        """Wait for its end; end all of it at the limit. Nothing of it may live on after its end."""
+        try:
+            self.process.wait(max(0, self.start + limit - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            kill(self.token)
+            raise AssertionError(f"{self.command} did not end within {limit} s\n" + "\n".join(self.printed())) from None
+        seconds, left = time.monotonic() - self.start, wait_until_gone(self.token)
+        kill(self.token)
+        result = Result(self.command, self.process.returncode, *self.printed(), seconds)
+        assert not left, f"still running: {left}\n{result}"
+        return result
+
+
 def run(command, cwd, limit=120, **environment):
-    """Run a command and whatever it starts; end all of it at the limit. Nothing of it may live on after its end."""
-    token = uuid.uuid4().hex
-    settings = {"NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "RANK", "LOCAL_RANK"}
-    kept = {name: value for name, value in os.environ.items() if name not in settings}
-    start = time.monotonic()
-    process = subprocess.Popen(
-        [str(part) for part in command],
-        cwd=cwd,
-        env={**kept, **environment, "TEST_RUN": token},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        kill(token)
-        output, errors = process.communicate()
-        raise AssertionError(f"{command} did not end within {limit} s\n{output}\n{errors}") from None
-    result = Result(command, process.returncode, output, errors, time.monotonic() - start)
-    left = wait_until_gone(token)
-    kill(token)
-    assert not left, f"still running: {left}\n{result}"
-    return result
+    """Run a command to its end, which must come before the limit, and with it the end of whatever it starts."""
+    return Running(command, cwd, **environment).finish(limit)
 
 
-def run_two_nodes(script, options, cwd):
+def free_port():
+    """A port that nothing listens at."""
+    with socket.create_server(("", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def run_two_nodes(script, options, cwd, **settings):
     """Run a launch file as two nodes of one process each, on this machine; prints both exit codes.
 
     What node 0 and node 1 print is in node0.out, node0.err, node1.out and node1.err.
     """
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
     start = [
         f"NODE_RANK={rank} bash '{script}' {options[rank]} > node{rank}.out 2> node{rank}.err & node{rank}=$!"
         for rank in (0, 1)
     ]
     end = 'wait "$node0"; first=$?; wait "$node1"; echo "$first $?"'
-    settings = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return run(["bash", "-c", "\n".join([*start, end])], cwd, **settings)
+    settings = settings or {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return run(["bash", "-c", "\n".join([*start, end])], cwd, NNODES="2", NPROC="1", **settings)
 
 
 def processes(token):
@@ -139,10 +182,11 @@ def bare_accuracy(weights):
     return right / len(test_set)
 
 
-def copy_project(folder, script):
-    """Copy one script with a copy of common/ beside it, as a reader does who takes it into a project of their own."""
+def copy_project(folder, script, *others):
+    """Copy one script, and others of its folder, with common/ beside, as a reader does for a project of their own."""
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(script, folder / script.name)
+    for name in (script.name, *others):
+        shutil.copy(script.parent / name, folder / name)
     shutil.copytree(ROOT / "common", folder / "common", ignore=shutil.ignore_patterns("__pycache__"))
     return folder / script.name
 

@@ -7,7 +7,12 @@ import subprocess
 import pytest
 from helpers import ROOT, label
 
-BASES = {"02_ddp_spawn": "01_dataparallel", "04_ddp_torchrun": "01_dataparallel"}  # a script: what it builds on
+BASES = {  # a script: what it builds on
+    "02_ddp_spawn": "01_dataparallel",
+    "03_ddp_multinode_spawn": "01_dataparallel",
+    "04_ddp_torchrun": "01_dataparallel",
+}
+SHOWN = {**BASES, "03_ddp_multinode_spawn": "02_ddp_spawn"}  # what its README compares it with: the nearest
 
 
 def marks(line):
