@@ -7,6 +7,9 @@
 #   bash 04_ddp_torchrun/run.sh selftest.py
 # Train on two machines; on the other one NODE_RANK=1 and the same MASTER_ADDR, that of the first:
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash 04_ddp_torchrun/run.sh
+# The same with ranks as the nodes come, on each of them; one may come later or be lost, and what fails starts again:
+#   NNODES=2 RDZV_ENDPOINT=10.0.0.1 bash 04_ddp_torchrun/run.sh
+#   NNODES=1:2 MAX_RESTARTS=3 RDZV_ENDPOINT=10.0.0.1 bash 04_ddp_torchrun/run.sh
 set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 
@@ -39,12 +42,10 @@ runpy.run_path(sys.argv[0])["parse_args"](); sys.exit(100)'
   if [ "${code:-0}" != 100 ]; then exit "${code:-0}"; fi
 fi
 
-if [ "${NNODES:-1}" = 1 ]; then
-  nodes=(--standalone)
-else
-  : "${MASTER_ADDR:?set it to the address of the node with NODE_RANK=0}" "${NODE_RANK:?set it to 0, 1, ... on the nodes}"
-  is_host=$([ "$NODE_RANK" = 0 ] && echo true || echo false)
-  nodes=(--nnodes="$NNODES" --rdzv-id=04_ddp_torchrun --rdzv-backend=c10d
-    --rdzv-endpoint="$MASTER_ADDR:${MASTER_PORT:-29500}" --rdzv-conf=is_host="$is_host")
+launch=(torchrun --standalone)
+if [ "${NNODES:-1}${RDZV_ENDPOINT:-}" != 1 ]; then launch=(python "$here/join.py"); fi # torchrun, within a time limit
+if [[ ${MAX_RESTARTS:-0} != 0 || ${NNODES:-1} = *:* ]]; then
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or restarted processes read the addresses of those before them
+  launch+=(--max-restarts="${MAX_RESTARTS:-0}")
 fi
-exec torchrun "${nodes[@]}" --nproc-per-node="$NPROC" "$here/$script" "$@"
+exec "${launch[@]}" --nproc-per-node="$NPROC" "$here/$script" "$@"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported later, by DDP, it would keep the group alive past its end
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -28,16 +29,13 @@ def parse_args():
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if it can be")
     parser.add_argument("--timeout", type=int, default=60, help="seconds to wait for another rank")
     args = parser.parse_args()
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     if args.timeout < 1:
         parser.error("--timeout must be above 0")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no GPU on this machine; --device cpu runs everywhere")
     if "LOCAL_RANK" not in os.environ:
         parser.error(f"start it with torchrun: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    if args.device == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
-        parser.error(f"more processes than GPUs ({torch.cuda.device_count()}): start fewer, or use --device cpu")
+    if args.device == "cuda" and torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        parser.error(f"each process needs a GPU, torch finds {torch.cuda.device_count()}: start fewer, or --device cpu")
     return args
 
 
@@ -82,14 +80,14 @@ def make_checks(rank, world_size, device, store, group):
     }
 
 
-def run_check(check):
+def run_check(check, me):
     """Run one check; return "" if it passed on this rank, else the reason in one line."""
     try:
         result, expected = check()
         passed = torch.allclose(result, expected)
     except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    return "" if passed else f"wrong by up to {(result - expected).abs().max().item():g}"
+        return f"{me}: {type(error).__name__}: {error}".splitlines()[0]
+    return "" if passed else f"{me}: wrong by up to {(result - expected).abs().max().item():g}"
 
 
 def report_bandwidth(rank, world_size, device):
@@ -114,15 +112,17 @@ def selftest(args):
     device, me = torch.device(args.device, local_rank), f"rank {rank} on {socket.gethostname()}"
     backend, gpu = ("nccl", device) if args.device == "cuda" else ("gloo", None)
     print(f"{me}: {device}, {backend}, world size {world_size}\n", end="", flush=True)  # in one piece, as others print
-    if args.device == "cuda":
-        torch.cuda.set_device(device)
+    torch.cuda.set_device(gpu or -1)  # -1: no GPU
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # so that a stuck collective raises and can be reported
     group = {"backend": backend, "device_id": gpu, "timeout": timedelta(seconds=args.timeout)}
-    # Verdicts travel through a store, that of torchrun, and not by the collectives that they are about
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=2 * group["timeout"])
+    # Verdicts travel through the store, mostly torchrun's, of the group, and not by the collectives that they are about
+    is_master = rank == 0 and os.environ["TORCHELASTIC_USE_AGENT_STORE"] != "True"
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=is_master,
+                          timeout=(6 if rank else 2) * group["timeout"], multi_tenant=True)  # rank 0 is to report first
+    store.set(f"selftest/host/{rank}", socket.gethostname())
     for name, check in make_checks(rank, world_size, device, store, group).items():
-        reason = run_check(check)
-        store.set(f"selftest/{name}/{rank}", reason and f"{me}: {reason}")
+        reason = run_check(check, me)
+        store.set(f"selftest/{name}/{rank}", reason)
         try:
             reasons = [store.get(f"selftest/{name}/{other}").decode() for other in range(world_size)]
         except dist.DistError:
@@ -133,7 +133,8 @@ def selftest(args):
             return False
     report_bandwidth(rank, world_size, device)
     if rank == 0:
-        print(f"OK: all checks passed on {world_size} ranks", flush=True)
+        hosts = dict.fromkeys(store.get(f"selftest/host/{other}").decode() for other in range(world_size))
+        print(f"OK: all checks passed on {world_size} ranks on {', '.join(hosts)}", flush=True)
     return True
 
 

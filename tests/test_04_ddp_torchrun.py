@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -15,11 +16,13 @@ import pytest
 from helpers import (
     DIGITS,
     ROOT,
+    Running,
     bare_accuracy,
     copy_project,
     distance,
     edit,
     fewer_digits,
+    free_port,
     load_script,
     run,
     run_two_nodes,
@@ -48,8 +51,7 @@ def test_both_ranks_train_evaluate_and_save(tmp_path):
 def small(tmp_path_factory):
     """A copy of the folder that trains on few digits, for what does not depend on how many there are."""
     small = tmp_path_factory.mktemp("small project")
-    copy_project(small, FOLDER / "train.py")
-    shutil.copy(RUN, small)
+    copy_project(small, FOLDER / "train.py", "selftest.py", "run.sh")
     fewer_digits(small)
     return small
 
@@ -195,7 +197,7 @@ def test_more_processes_than_gpus(monkeypatch, capsys):
     for script in ("train.py", "selftest.py"):
         with pytest.raises(SystemExit):
             load_script(FOLDER / script).parse_args()
-        assert "error: more processes than GPUs (2): start fewer, or use --device cpu" in capsys.readouterr().err
+        assert "error: each process needs a GPU, torch finds 2: start fewer, or --device cpu" in capsys.readouterr().err
 
 
 def test_selftest_passes(tmp_path):
@@ -205,16 +207,39 @@ def test_selftest_passes(tmp_path):
     for rank in range(3):
         assert sum(line.startswith(f"rank {rank} on ") and "gloo" in line for line in lines) == 1, result
     assert sum(line.startswith("all_reduce ") and line.endswith(" GB/s") for line in lines) == 3, result
-    assert lines[-1] == "OK: all checks passed on 3 ranks"
+    assert lines[-1] == f"OK: all checks passed on 3 ranks on {socket.gethostname()}"
 
 
-def test_two_nodes_meet(tmp_path):
-    result = run_two_nodes(RUN, ["selftest.py", "selftest.py"], tmp_path)
+@pytest.mark.parametrize("way", ["static", "c10d"])
+def test_two_nodes_meet(way, tmp_path):
+    settings = {"RDZV_ENDPOINT": f"127.0.0.1:{free_port()}"} if way == "c10d" else {}
+    result = run_two_nodes(RUN, ["selftest.py", "selftest.py"], tmp_path, **settings)
     assert result.output == "0 0\n", result
     lines = [line for rank in (0, 1) for line in (tmp_path / f"node{rank}.out").read_text().splitlines()]
     for rank in (0, 1):
         assert sum(line.startswith(f"rank {rank} on ") and line.endswith("world size 2") for line in lines) == 1, lines
-    assert lines.count("OK: all checks passed on 2 ranks") == 1
+    assert lines.count(f"OK: all checks passed on 2 ranks on {socket.gethostname()}") == 1
+
+
+@pytest.mark.parametrize("script", ["train.py", "selftest.py"])
+def test_no_thread_of_the_group_lives_on_at_the_exit(script, small, tmp_path):
+    """One that does may need the interpreter's lock when there is none any more: then the process aborts, or hangs."""
+    command = ["bash", small / "run.sh", script]
+    command += ["--epochs", 1, "--data-dir", small / "common"] if script == "train.py" else []
+    result = run(command, tmp_path, THREADS=str(tmp_path / "threads"), **WITNESS)
+    assert result.code == 0, result
+    assert (tmp_path / "threads").read_text() == "0\n0\n"
+
+
+def test_a_killed_process_starts_again(small, tmp_path):
+    command = ["bash", small / "run.sh", "--epochs", 60, "--data-dir", small / "common"]
+    running = Running(command, tmp_path, MAX_RESTARTS="1")
+    running.wait_for("epoch 1/")
+    running.kill("-u", "train.py")
+    result = running.finish()
+    assert result.code == 0, result
+    assert [line["epoch"] for line in result.epochs()].count("1") == 2
+    assert result.epochs()[-1]["epoch"] == "60"
 
 
 def test_selftest_names_the_rank_and_the_check(tmp_path):

@@ -218,7 +218,7 @@ def test_nodes_with_different_data_stop_at_once(tmp_path):
     result = run_two_nodes(ROOT / "04_ddp_torchrun/run.sh", options, tmp_path)
     assert result.output == "1 1\n", result
     lines = [line for rank in (0, 1) for line in (tmp_path / f"node{rank}.err").read_text().splitlines()]
-    errors = [line for line in lines if line.startswith("error: ")]
+    errors = [line for line in lines if line.startswith("error: the nodes have different data")]
     host = os.uname().nodename
     found = f"a damaged MNIST on {host}, the bundled digits on {host}"
     assert len(errors) == 1, lines

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 from helpers import ROOT, label, run
@@ -46,12 +47,65 @@ def test_without_torch_it_says_what_to_run(path, tmp_path):
     assert result.errors == f"run.sh: no torch for python; run: {command}\n"
 
 
-def test_more_nodes_need_an_address_and_a_rank(tmp_path):
-    script = ROOT / "04_ddp_torchrun/run.sh"
-    for given, missing in (({}, "MASTER_ADDR"), ({"MASTER_ADDR": "127.0.0.1"}, "NODE_RANK")):
-        result = run(["bash", script], tmp_path, NNODES="2", **given)
-        assert result.code != 0, result
-        assert len(result.errors.splitlines()) == 1 and missing in result.errors, result
+OR = "; or RDZV_ENDPOINT to an address of any of them"
+RANKS = "NODE_RANK must be a number below NNODES, not '{}' of '{}'; RDZV_ENDPOINT needs none"
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ("NNODES=2", f"several nodes: set MASTER_ADDR to the address of node 0{OR}"),
+        ("NNODES=2 MASTER_ADDR=h", f"several nodes: set NODE_RANK to 0, 1, ... on the nodes{OR}"),
+        ("NNODES=2 MASTER_ADDR=h NODE_RANK=2", RANKS.format(2, 2)),
+        ("NNODES=1:2 MASTER_ADDR=h NODE_RANK=0", RANKS.format(0, "1:2")),
+        ("NNODES=two", "NNODES must be a number of nodes, or the fewest and the most as in 1:2, not 'two'"),
+        ("NNODES=2 START_TIMEOUT=0", "START_TIMEOUT must be a number of seconds above 0, not '0'"),
+        (
+            "NNODES=2 MASTER_ADDR=h NODE_RANK=0 MAX_RESTARTS=1",
+            "MAX_RESTARTS needs RDZV_ENDPOINT: at MASTER_ADDR, processes that start again cannot meet",
+        ),
+    ],
+)
+def test_wrong_settings_of_several_nodes(settings, line, tmp_path):
+    settings = dict(setting.split("=") for setting in settings.split())
+    result = run(["bash", ROOT / "04_ddp_torchrun/run.sh"], tmp_path, **settings)
+    assert result.code == 1, result
+    assert result.errors == f"error: {line}\n"
+
+
+def test_03_needs_a_node_rank_beside_an_address(tmp_path):
+    result = run(["bash", ROOT / "03_ddp_multinode_spawn/run.sh"], tmp_path, MASTER_ADDR="10.0.0.1")
+    assert result.code == 2, result
+    assert result.errors == "run.sh: set NODE_RANK to 0, 1, ... on the nodes\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, ["0 2 0,1 ", "1 2 2,3 "]),
+        ({"CUDA_VISIBLE_DEVICES": "4,5,6,7", "NPROC": "1"}, ["0 1 4,5 ", "1 1 6,7 "]),
+        ({"NODE_RANK": "1", "NPROC": "8,2", "NNODES": "2"}, ["1 8,2 ", ""]),
+    ],
+)
+def test_two_nodes_here_share_the_gpus(settings, expected, tmp_path):
+    fake = tmp_path / "fake"
+    fake.mkdir()
+    (fake / "nvidia-smi").write_text("#!/bin/sh\n")
+    lines = [
+        'case "$*" in',
+        "  *device_count*) echo 4 ;;",
+        "  *parse_args*) exit 100 ;;",
+        '  -c*) exec "$REAL_PYTHON" "$@" ;;',
+        '  *) echo "$NODE_RANK $NPROC ${CUDA_VISIBLE_DEVICES:-}" ${2#--nodes=2} ;;',
+        "esac",
+    ]
+    (fake / "python").write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    for tool in fake.iterdir():
+        tool.chmod(0o755)
+    settings = {"PATH": f"{fake}:{os.environ['PATH']}", "REAL_PYTHON": sys.executable, **settings}
+    result = run(["bash", ROOT / "03_ddp_multinode_spawn/run.sh"], tmp_path, **settings)
+    assert result.code == 0, result
+    assert sorted(line.rstrip() for line in result.output.splitlines()) == [line.rstrip() for line in expected if line]
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "two", "1.5", "08"])
