@@ -41,10 +41,11 @@ def meet(args):
     limit = threading.Timer(args.start_timeout, give_up)
     limit.start()
     try:
-        while node > 0 and reason != " (no answer from what listens there)":
-            try:  # a plain socket first: it says why it fails, and TCPStore fills the screen
+        connected = node == 0
+        while not connected:
+            try:  # a plain socket first: it says why it fails, where TCPStore fills the screen
                 socket.create_connection((args.master_addr, args.master_port), timeout=5).close()
-                reason = " (no answer from what listens there)"
+                connected, reason = True, " (no answer from what listens there)"
             except OSError as error:
                 reason = f" ({error.strerror or error})"
                 time.sleep(0.5)

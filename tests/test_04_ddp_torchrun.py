@@ -51,7 +51,7 @@ def test_both_ranks_train_evaluate_and_save(tmp_path):
 def small(tmp_path_factory):
     """A copy of the folder that trains on few digits, for what does not depend on how many there are."""
     small = tmp_path_factory.mktemp("small project")
-    copy_project(small, FOLDER / "train.py", "selftest.py", "run.sh")
+    copy_project(small, FOLDER / "train.py", "selftest.py", "join.py", "run.sh")
     fewer_digits(small)
     return small
 
@@ -229,6 +229,16 @@ def test_no_thread_of_the_group_lives_on_at_the_exit(script, small, tmp_path):
     result = run(command, tmp_path, THREADS=str(tmp_path / "threads"), **WITNESS)
     assert result.code == 0, result
     assert (tmp_path / "threads").read_text() == "0\n0\n"
+
+
+def test_a_stop_ends_a_node_of_several(small, tmp_path):
+    command = ["bash", small / "run.sh", "--epochs", 10**6, "--data-dir", small / "common"]
+    running = Running(command, tmp_path, RDZV_ENDPOINT=f"127.0.0.1:{free_port()}")
+    running.wait_for("epoch 1/")
+    running.process.terminate()
+    result = running.finish(60)
+    assert result.code == 1, result
+    assert result.errors.splitlines()[-1] == f"error: node {socket.gethostname()} was stopped by SIGTERM"
 
 
 def test_a_killed_process_starts_again(small, tmp_path):
