@@ -39,8 +39,7 @@ def parse_args():
     parser.add_argument("--amp", action="store_true", help="compute in bfloat16 where that is safe")
     parser.add_argument("--compile", action="store_true", help="compile the model: a slower start, faster steps")
     parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for another rank")  # DDP-1
-    gpus = torch.cuda.device_count()  # DDP-0
-    parser.add_argument("--nprocs", type=int, default=gpus or 2, help="processes to start; one a GPU, or 2")
+    parser.add_argument("--nprocs", type=int, default=torch.cuda.device_count() or 2, help="one a GPU, or 2")  # DDP-0
     args = parser.parse_args()
     args.device = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     for name, value in vars(args).items():

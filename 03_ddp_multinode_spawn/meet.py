@@ -34,7 +34,8 @@ def meet(args):
 
     def give_up():
         line = f"error: node {missing} of {args.nodes} did not reach {where} within {args.start_timeout} s{reason}: is "
-        line += f"the address right, the port open (`nc -zv {where.replace(':', ' ')}`), the other node started?\n"
+        check = f"nc -zv {args.master_addr} {args.master_port}"
+        line += f"the address right, the port open (`{check}`), the other node started?\n"
         os.write(sys.stderr.fileno(), line.encode())
         os._exit(1)  # from a thread, as some waits have no limit: for another program, for a name server
 

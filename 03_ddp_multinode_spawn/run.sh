@@ -30,7 +30,7 @@ if [ -z "${NODE_RANK:-}" ]; then # both nodes are here, each an instance of this
   export NPROC=${NPROC:-$((half > 0 ? half : 1))}
 
   # Refuse bad options here, in one line and not in two
-  check='import os, runpy, sys; del sys.argv[0]; sys.path.insert(0, os.path.dirname(sys.argv[0]))
+  check='import os, runpy, sys; del sys.argv[0]; sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0])["parse_args"](); sys.exit(100)'
   if [ $# -gt 1 ] || [ "$NPROC" != 1 ] || [ ! -w . ]; then
     python -c "$check" "$here/train.py" --nodes=2 --gpus="$NPROC" "$@" || code=$?

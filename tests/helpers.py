@@ -18,6 +18,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+FOLDERS = sorted(path.parent.name for path in ROOT.glob("0*/train.py"))
 DIGITS = ROOT / "common"  # as --data-dir: the bundled digits, with no look at the network
 EPOCH = re.compile(
     r"epoch (?P<epoch>\d+)/(?P<epochs>\d+)  loss (?P<loss>\d+\.\d{4})  accuracy (?P<accuracy>[01]\.\d{4})  "
@@ -76,12 +77,6 @@ class Running:
             file.seek(0)
         return [file.read() for file in self.files]
 
-    def wait_for(self, text, limit=60):
-        """Wait until this stands in its output."""
-        while text not in self.printed()[0]:
-            assert self.process.poll() is None and time.monotonic() < self.start + limit, (text, self.printed())
-            time.sleep(0.1)
-
     def kill(self, *words):
         """End, with SIGKILL, one process in whose command line all these words stand."""
         for process in processes(self.token):
@@ -107,6 +102,15 @@ class Running:
         result = Result(self.command, self.process.returncode, *self.printed(), seconds)
         assert not left, f"still running: {left}\n{result}"
         return result
+
+
+def wait_for(text, *running, times=1, limit=60):
+    """Wait until this stands so often in the output of these commands together; none of them may end before."""
+    end = time.monotonic() + limit
+    while sum(each.printed()[0].count(text) for each in running) < times:
+        state = [each.printed() for each in running]
+        assert all(each.process.poll() is None for each in running) and time.monotonic() < end, (text, state)
+        time.sleep(0.1)
 
 
 def run(command, cwd, limit=120, **environment):

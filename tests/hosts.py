@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where ip may be
 ADDRESSES = {"h0": "10.78.0.1", "h1": "10.78.0.2"}
 SETUP = """
 mount -t tmpfs none /run
@@ -72,6 +73,3 @@ class Hosts:
 
     def end(self):
         self.first.communicate(timeout=10)  # closes its standard input: it ends, and all that runs in it
-
-
-PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"

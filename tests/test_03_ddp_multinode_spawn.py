@@ -6,27 +6,15 @@ import signal
 import sys
 
 import pytest
-from helpers import DIGITS, ROOT, Running, bare_accuracy, copy_project, free_port, load_script, run
-from test_02_ddp_spawn import check_witness
+from helpers import DIGITS, ROOT, Running, bare_accuracy, copy_project, free_port, load_script, run, wait_for
+from test_02_ddp_spawn import check_two_ranks
 
 FOLDER = ROOT / "03_ddp_multinode_spawn"
 RUN = FOLDER / "run.sh"
 
 
 def test_two_nodes_here_train_evaluate_and_save(tmp_path):
-    weights, witness = tmp_path / "weights.pt", tmp_path / "witness"
-    result = run(
-        ["bash", RUN, "--epochs", 1, "--data-dir", DIGITS, "--output", weights],
-        tmp_path,
-        PYTHONPATH=str(ROOT / "tests/witness"),
-        WITNESS=str(witness),
-    )
-    assert result.code == 0, result
-    epochs = result.epochs()
-    assert [line["epoch"] for line in epochs] == ["1"], result
-    assert float(epochs[-1]["accuracy"]) >= 0.9, result
-    assert epochs[-1]["accuracy"] == f"{bare_accuracy(weights):.4f}", result
-    check_witness(witness, epochs)
+    result = check_two_ranks(RUN, tmp_path, "--epochs", 1, epochs=1)
     nodes = sorted(line for line in result.output.splitlines() if line.startswith("node "))
     assert nodes == [f"node {node} of 2: 1 of 2 processes, from rank {node} on" for node in (0, 1)]
 
@@ -34,7 +22,7 @@ def test_two_nodes_here_train_evaluate_and_save(tmp_path):
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
 def test_a_stop_ends_both_nodes(how, tmp_path):
     running = Running(["bash", RUN, "--epochs", 1000, "--data-dir", DIGITS], tmp_path)
-    running.wait_for("epoch 1/")
+    wait_for("epoch 1/", running)
     if how == "Ctrl-C":
         os.killpg(running.process.pid, signal.SIGINT)  # a terminal sends it to all
     else:

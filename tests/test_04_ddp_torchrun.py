@@ -26,9 +26,10 @@ from helpers import (
     load_script,
     run,
     run_two_nodes,
+    wait_for,
     without_batch_norm,
 )
-from test_02_ddp_spawn import check_witness
+from test_02_ddp_spawn import check_two_ranks, check_witness
 
 FOLDER = ROOT / "04_ddp_torchrun"
 RUN = FOLDER / "run.sh"
@@ -36,15 +37,7 @@ WITNESS = {"PYTHONPATH": str(ROOT / "tests/witness")}
 
 
 def test_both_ranks_train_evaluate_and_save(tmp_path):
-    weights, witness = tmp_path / "weights.pt", tmp_path / "witness"
-    command = ["bash", RUN, "--data-dir", DIGITS, "--output", weights]
-    result = run(command, tmp_path, WITNESS=str(witness), **WITNESS)
-    assert result.code == 0, result
-    epochs = result.epochs()
-    assert [line["epoch"] for line in epochs] == ["1", "2", "3"], result
-    assert float(epochs[-1]["accuracy"]) >= 0.95, result
-    assert epochs[-1]["accuracy"] == f"{bare_accuracy(weights):.4f}", result
-    check_witness(witness, epochs)
+    check_two_ranks(RUN, tmp_path, epochs=3, at_least=0.95)
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +227,7 @@ def test_no_thread_of_the_group_lives_on_at_the_exit(script, small, tmp_path):
 def test_a_stop_ends_a_node_of_several(small, tmp_path):
     command = ["bash", small / "run.sh", "--epochs", 10**6, "--data-dir", small / "common"]
     running = Running(command, tmp_path, RDZV_ENDPOINT=f"127.0.0.1:{free_port()}")
-    running.wait_for("epoch 1/")
+    wait_for("epoch 1/", running)
     running.process.terminate()
     result = running.finish(60)
     assert result.code == 1, result
@@ -244,7 +237,7 @@ def test_a_stop_ends_a_node_of_several(small, tmp_path):
 def test_a_killed_process_starts_again(small, tmp_path):
     command = ["bash", small / "run.sh", "--epochs", 60, "--data-dir", small / "common"]
     running = Running(command, tmp_path, MAX_RESTARTS="1")
-    running.wait_for("epoch 1/")
+    wait_for("epoch 1/", running)
     running.kill("-u", "train.py")
     result = running.finish()
     assert result.code == 0, result

@@ -4,10 +4,9 @@ import re
 import subprocess
 
 import pytest
-from helpers import EPOCH, ROOT, label
+from helpers import EPOCH, FOLDERS, ROOT, label
 from test_markers import BASES, SHOWN, code, marks
 
-FOLDERS = sorted(path.parent.name for path in ROOT.glob("0*/train.py"))
 READMES = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in FOLDERS)]
 SETUP = "python3 -m venv .venv && . .venv/bin/activate && pip install -r requirements.txt"
 DIFF = re.compile(r"(?<=^```diff\n).+?(?=^```$)", re.M | re.S)

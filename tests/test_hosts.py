@@ -5,7 +5,7 @@ import sys
 import time
 
 import pytest
-from helpers import ROOT, Running, copy_project, distance, fewer_digits, free_port, run
+from helpers import ROOT, Running, copy_project, distance, fewer_digits, free_port, run, wait_for
 from hosts import ADDRESSES
 
 WAYS = ("03", "static", "c10d")
@@ -52,10 +52,8 @@ class Job:
         return self
 
     def wait_for(self, text, times=1):
-        """Wait until this has been printed so often: by rank 0, on any of the nodes."""
-        while sum(node.printed()[0].count(text) for node in self.nodes) < times:
-            assert all(node.process.poll() is None for node in self.nodes), [node.printed() for node in self.nodes]
-            time.sleep(0.1)
+        """Wait until rank 0, which may be on any of the nodes, has printed this so often."""
+        wait_for(text, *self.nodes, times=times)
 
     def finish(self, limit=120):
         return [node.finish(limit) for node in self.nodes]
@@ -124,7 +122,7 @@ def test_nodes_that_never_meet(way, hosts, project):
     """The other node is absent, the address or the port is wrong, a name does not resolve, a program has the port."""
     holder = "import socket, time; s = socket.create_server(('', 29876)); print('here', flush=True); time.sleep(99)"
     program = Running(hosts.on("h0", project, sys.executable, "-c", holder), project)
-    program.wait_for("here")
+    wait_for("here", program)
     job = Job(hosts, project, way, START_TIMEOUT="6")
     nowhere = free_port()
     job.start(0)
