@@ -1,7 +1,7 @@
 """Run torchrun as one of several nodes: it ends in time, leaves nothing behind, and a last line says what went wrong.
 
-    NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 python 04_ddp_torchrun/join.py --nproc-per-node=2 04_ddp_torchrun/train.py
-    NNODES=1:2 RDZV_ENDPOINT=10.0.0.1 python 04_ddp_torchrun/join.py --nproc-per-node=2 04_ddp_torchrun/train.py
+    NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 python join.py --nproc-per-node=2 train.py
+    NNODES=1:2 RDZV_ENDPOINT=10.0.0.1 python join.py --nproc-per-node=2 train.py
 
 run.sh does this. Alone, torchrun waits up to half an hour for a node that never comes or that a cut link hides, and
 leaves its processes running when it is killed. Here it may be without a process for START_TIMEOUT seconds at most:

@@ -55,7 +55,7 @@ def test_the_diff_is_the_diff(folder):
 def test_steps_are_those_of_the_script(folder):
     steps = sections((ROOT / folder / "README.md").read_text())["Steps"]
     rows = re.findall(r"^\| ([A-Z]+-\d+) \| `(.*?)` \|", steps, re.M)
-    assert {mark for mark, _ in rows} == {mark for line in code(folder) for mark in marks(line)}
+    assert {mark for mark, _ in rows} == {mark for line in code(folder) for mark in marks(line, folder)}
     for _, line in rows:
         assert line in (ROOT / folder / "train.py").read_text(), line
 
