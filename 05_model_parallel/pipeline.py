@@ -1,7 +1,6 @@
 """Train a ConvNet on MNIST, cut in two parts that two processes compute, several parts of a batch at once.
 
-    bash 05_model_parallel/run.sh pipeline.py
-    torchrun --standalone --nproc-per-node=2 05_model_parallel/pipeline.py --schedule 1f1b --chunks 8
+    bash 05_model_parallel/run.sh pipeline.py --schedule 1f1b --chunks 8
 """
 
 import argparse
@@ -82,11 +81,13 @@ def train(args):
     else:
         del net.layer1
         model = nn.Sequential(nn.Unflatten(1, (16, 14, 14)), net.layer2, nn.Flatten(), net.fc)
-    stage = PipelineStage(model.to(device), rank, world_size, device)  # MP-2: sends activations on, gradients back
+    chunk = args.batch_size // args.chunks  # MP-2: what goes in, is sent on, comes out; a stage not told of it tries it
+    shapes = (chunk, 1, 28, 28), (chunk, 16 * 14 * 14), (chunk, 10)  # out with empty memory, and that spoils BatchNorm
+    ends = [torch.empty(shape, device=device, requires_grad=shape != shapes[0]) for shape in shapes]
+    stage = PipelineStage(model.to(device), rank, world_size, device, ends[rank], ends[rank + 1])
 
     # 4. Loss and optimizer
-    criterion = nn.CrossEntropyLoss()
-    schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[args.schedule](stage, args.chunks, criterion)  # MP-3
+    schedule = (ScheduleGPipe if args.schedule == "gpipe" else Schedule1F1B)(stage, args.chunks, nn.CrossEntropyLoss())
     optimizer = torch.optim.SGD(model.parameters(), args.lr * args.batch_size / 256, momentum=0.9, nesterov=True)
     steps = args.epochs * len(train_loader)  # the rate rises for 40 % of them, then falls to 0
     scheduler = LambdaLR(optimizer, lambda step: min((step + 1) / (steps * 0.4 + 1), (steps - step) / (steps * 0.6)))
@@ -95,8 +96,7 @@ def train(args):
     for epoch in range(1, args.epochs + 1):
         train_sampler.set_epoch(epoch)
         start, total_loss = time.perf_counter(), torch.zeros((), device=device)
-        bar = tqdm(train_loader, f"epoch {epoch}/{args.epochs}", leave=False, disable=rank != 0 or None)
-        for images, labels in bar:
+        for images, labels in tqdm(train_loader, f"epoch {epoch}/{args.epochs}", leave=False, disable=rank > 0 or None):
             losses = []  # of the chunks, on the last rank
             if rank == 0:
                 schedule.step(images.to(device, non_blocking=True))

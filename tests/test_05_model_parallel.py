@@ -81,6 +81,7 @@ def exact(small, tmp_path_factory):
     edit(exact, "train.py", ("self.layer1(chunk)", "self.layer1(chunk.double())"))
     edit(exact, "pipeline.py", ("images.to(device", "images.double().to(device"))
     edit(exact, "pipeline.py", ("16 * 14 * 14, device", "16 * 14 * 14, dtype=torch.float64, device"))
+    edit(exact, "pipeline.py", ("torch.empty(shape, device", "torch.empty(shape, dtype=torch.float64, device"))
     edit(exact, "tensor_parallel.py", ("nn.Linear(hidden, 10)", "nn.Linear(hidden, 10)\n        self.double()"))
     edit(exact, "tensor_parallel.py", ("images.flatten(1)", "images.double().flatten(1)"))
     return exact
@@ -115,6 +116,17 @@ def test_takes_the_steps_of_one_device(script, nproc, options, exact, one_device
     losses, weights = trained(exact, script, nproc, *options)
     assert losses == one_device[0]
     assert distance(weights, one_device[1]) < 1e-12
+
+
+def test_a_pipeline_leaves_the_averages_of_batch_norm_alone(small):
+    """They are those of the same chunks on one device; a stage not told its sizes tries itself, and counts that."""
+    options = ["--epochs", 1, "--batch-size", 60, "--chunks", 4, "--output"]
+    torchrun(small, "train.py", 1, *options, "one.pt")
+    torchrun(small, "pipeline.py", 2, *options, "two.pt")
+    one, two = (torch.load(small / name, weights_only=True) for name in ("one.pt", "two.pt"))
+    for name in ("layer1.1.num_batches_tracked", "layer2.1.num_batches_tracked"):
+        assert one[name] == two[name] == 84  # 21 steps of 4 chunks
+    assert distance(small / "one.pt", small / "two.pt") < 1e-2
 
 
 def test_cut_layers_take_the_steps_of_whole_ones(exact):
