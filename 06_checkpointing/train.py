@@ -119,6 +119,7 @@ def train(args):
             scheduler.last_epoch = steps_done - 1
             scheduler.step()
         checkpoint.set_random_states(place["ranks"][rank % len(place["ranks"])]["random"], gpu)
+        del state, args.state  # a second copy of everything
 
     # 5. Train and evaluate
     signals, launcher = checkpoint.catch_signals(), os.getppid()  # CKPT-5: from here on there is something to save
