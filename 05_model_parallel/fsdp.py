@@ -80,9 +80,6 @@ def train(args):
     net = ConvNet()
     for part in (net.layer1, net.layer2, net.fc, net):  # MP-1: each rank keeps a slice of all tensors of a part, and
         fully_shard(part, mesh=mesh)  # MP-2: gathers the rest just before the part computes, then drops it again
-    held = all_gather(torch.tensor(sum(parameter.to_local().nbytes for parameter in net.parameters()), device=device))
-    if rank == 0:
-        print(f"bytes of parameters on each rank: {', '.join(map(str, held.tolist()))}", flush=True)
 
     # 4. Loss and optimizer
     global_batch = args.batch_size * world_size
@@ -96,6 +93,9 @@ def train(args):
         distributed.set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
         scheduler.last_epoch = done * len(train_loader) - 1
         scheduler.step()
+    held = all_gather(torch.tensor(sum(parameter.to_local().nbytes for parameter in net.parameters()), device=device))
+    if rank == 0:
+        print(f"bytes of parameters on each rank: {', '.join(map(str, held.tolist()))}; epochs done: {done}")
 
     # 5. Train and evaluate
     for epoch in range(done + 1, args.epochs + 1):

@@ -46,7 +46,7 @@ def parse_args():
     parser.add_argument("--accumulate", type=int, default=1, help="batches to add up for a step")  # DDP-7
     parser.add_argument("--checkpoint", type=Path, default="checkpoint.pt", help="file to go on from")  # CKPT-1
     parser.add_argument("--save-every", type=int, default=100, help="steps from one checkpoint to the next")  # CKPT-1
-    parser.add_argument("--resume", choices=("auto", "never", "must"), default="auto", help="go on from it")  # CKPT-3
+    parser.add_argument("--resume", choices=("auto", "never", "must"), default="auto", help="auto: if there")  # CKPT-3
     args = parser.parse_args()
     args.device = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     for name, value in vars(args).items():
