@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("0*/train.py"))
 DIGITS = ROOT / "common"  # as --data-dir: the bundled digits, with no look at the network
+WITNESS = {"PYTHONPATH": str(ROOT / "tests/witness")}  # what makes Python read witness/sitecustomize.py
 EPOCH = re.compile(
     r"epoch (?P<epoch>\d+)/(?P<epochs>\d+)  loss (?P<loss>\d+\.\d{4})  accuracy (?P<accuracy>[01]\.\d{4})  "
     r"(?P<seconds>\d+\.\d) s  (?P<speed>\d+) images/s"
@@ -104,18 +105,29 @@ class Running:
         return result
 
 
+def wait_until(condition, *running, limit=60):
+    """Wait until a condition holds; none of these commands may end before."""
+    end = time.monotonic() + limit
+    while not condition():
+        state = [each.printed() for each in running]
+        assert all(each.process.poll() is None for each in running) and time.monotonic() < end, state
+        time.sleep(0.05)
+
+
 def wait_for(text, *running, times=1, limit=60):
     """Wait until this stands so often in the output of these commands together; none of them may end before."""
-    end = time.monotonic() + limit
-    while sum(each.printed()[0].count(text) for each in running) < times:
-        state = [each.printed() for each in running]
-        assert all(each.process.poll() is None for each in running) and time.monotonic() < end, (text, state)
-        time.sleep(0.1)
+    wait_until(lambda: sum(each.printed()[0].count(text) for each in running) >= times, *running, limit=limit)
 
 
 def run(command, cwd, limit=120, **environment):
     """Run a command to its end, which must come before the limit, and with it the end of whatever it starts."""
     return Running(command, cwd, **environment).finish(limit)
+
+
+def torchrun(script, nproc, *options, cwd, **environment):
+    """Run a script with torchrun, in so many processes on this machine, which share two cores."""
+    command = ["torchrun", "--standalone", f"--nproc-per-node={nproc}", script, *options]
+    return run(command, cwd, **{"OMP_NUM_THREADS": str(max(1, 2 // nproc)), **environment})
 
 
 def free_port():
@@ -225,8 +237,24 @@ def without_batch_norm(project):
     )
 
 
-def distance(one, other):
-    """The largest difference between two files of weights."""
+def with_dropout(project):
+    """Let the copied ConvNet use random numbers in each step."""
+    features = "self.layer2(self.layer1(images)).flatten(1)"
+    edit(project, "common/model.py", (features, f"nn.functional.dropout({features}, 0.1, self.training)"))
+
+
+def pairs(one, other):
+    """The tensors of two files of weights, which must have the same names."""
     one, other = (torch.load(path, weights_only=True) for path in (one, other))
     assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
+    return [(one[name], other[name]) for name in one]
+
+
+def distance(one, other):
+    """The largest difference between two files of weights."""
+    return max((tensor - other_tensor).abs().max().item() for tensor, other_tensor in pairs(one, other))
+
+
+def equal(one, other):
+    """Whether two files hold the same weights, bit by bit."""
+    return all(torch.equal(tensor, other_tensor) for tensor, other_tensor in pairs(one, other))

@@ -4,7 +4,7 @@ import math
 import sys
 
 import pytest
-from helpers import DIGITS, ROOT, bare_accuracy, copy_project, fewer_digits, load_script, run
+from helpers import DIGITS, ROOT, WITNESS, bare_accuracy, copy_project, fewer_digits, load_script, run
 
 RUN = ROOT / "02_ddp_spawn/run.sh"
 
@@ -19,7 +19,7 @@ def check_two_ranks(script, tmp_path, *options, epochs, at_least=0.9):
     result = run(
         ["bash", script, *options, "--data-dir", DIGITS, "--output", weights],
         tmp_path,
-        PYTHONPATH=str(ROOT / "tests/witness"),
+        **WITNESS,
         WITNESS=str(witness),
     )
     assert result.code == 0, result
@@ -49,7 +49,7 @@ def test_a_failing_process_shows_its_traceback_and_ends_the_others(tmp_path):
         [sys.executable, script, "--epochs", 1, "--data-dir", script.parent / "common"],
         tmp_path,
         limit=60,
-        PYTHONPATH=str(ROOT / "tests/witness"),
+        **WITNESS,
         WITNESS=str(tmp_path / "witness"),
         FAULTY_RANK="1",
     )

@@ -16,6 +16,7 @@ import pytest
 from helpers import (
     DIGITS,
     ROOT,
+    WITNESS,
     Running,
     bare_accuracy,
     copy_project,
@@ -26,6 +27,7 @@ from helpers import (
     load_script,
     run,
     run_two_nodes,
+    torchrun,
     wait_for,
     without_batch_norm,
 )
@@ -33,7 +35,6 @@ from test_02_ddp_spawn import check_two_ranks, check_witness
 
 FOLDER = ROOT / "04_ddp_torchrun"
 RUN = FOLDER / "run.sh"
-WITNESS = {"PYTHONPATH": str(ROOT / "tests/witness")}
 
 
 def test_both_ranks_train_evaluate_and_save(tmp_path):
@@ -77,9 +78,8 @@ def project(tmp_path_factory):
 
 def trained(project, name, nproc, *options):
     """The weights after two epochs."""
-    command = ["torchrun", "--standalone", f"--nproc-per-node={nproc}", "train.py", "--data-dir", "common"]
-    options = ["--epochs", 2, "--lr", 0.01, "--output", name, *options]
-    result = run([*command, *options], project, OMP_NUM_THREADS=str(2 // nproc))
+    options = ["--data-dir", "common", "--epochs", 2, "--lr", 0.01, "--output", name, *options]
+    result = torchrun("train.py", nproc, *options, cwd=project)
     assert result.code == 0, result
     return project / name
 

@@ -8,6 +8,7 @@ import torch
 from helpers import (
     DIGITS,
     ROOT,
+    WITNESS,
     bare_accuracy,
     copy_project,
     distance,
@@ -15,20 +16,13 @@ from helpers import (
     fewer_digits,
     load_script,
     run,
+    torchrun,
     without_batch_norm,
 )
 
 FOLDER = ROOT / "05_model_parallel"
 SCRIPTS = ("train.py", "pipeline.py", "tensor_parallel.py", "fsdp.py")
-WITNESS = {"PYTHONPATH": str(ROOT / "tests/witness")}
 PARAMETERS = 29_034
-
-
-def torchrun(project, script, nproc, *options, **environment):
-    command = ["torchrun", "--standalone", f"--nproc-per-node={nproc}", script, "--data-dir", "common", *options]
-    result = run(command, project, OMP_NUM_THREADS=str(max(1, 2 // nproc)), **environment)
-    assert result.code == 0, result
-    return result
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +90,15 @@ def one_device(exact):
     return trained(exact, "one_device.py", 1, "--batch-size", 90)
 
 
+def train(project, script, nproc, *options):
+    result = torchrun(script, nproc, "--data-dir", "common", *options, cwd=project)
+    assert result.code == 0, result
+    return result
+
+
 def trained(project, script, nproc, *options):
     """The losses and the weights of a run."""
-    result = torchrun(project, script, nproc, *OPTIONS, "--output", f"{script}.pt", *options)
+    result = train(project, script, nproc, *OPTIONS, "--output", f"{script}.pt", *options)
     return [line["loss"] for line in result.epochs()], project / f"{script}.pt"
 
 
@@ -121,8 +121,8 @@ def test_takes_the_steps_of_one_device(script, nproc, options, exact, one_device
 def test_a_pipeline_leaves_the_averages_of_batch_norm_alone(small):
     """They are those of the same chunks on one device; a stage not told its sizes tries itself, and counts that."""
     options = ["--epochs", 1, "--batch-size", 60, "--chunks", 4, "--output"]
-    torchrun(small, "train.py", 1, *options, "one.pt")
-    torchrun(small, "pipeline.py", 2, *options, "two.pt")
+    train(small, "train.py", 1, *options, "one.pt")
+    train(small, "pipeline.py", 2, *options, "two.pt")
     one, two = (torch.load(small / name, weights_only=True) for name in ("one.pt", "two.pt"))
     for name in ("layer1.1.num_batches_tracked", "layer2.1.num_batches_tracked"):
         assert one[name] == two[name] == 84  # 21 steps of 4 chunks

@@ -18,21 +18,25 @@ import torch
 from helpers import (
     DIGITS,
     ROOT,
+    WITNESS,
     Running,
     copy_project,
     edit,
+    equal,
     fewer_digits,
     free_port,
     load_script,
     processes,
     run,
+    torchrun,
     wait_for,
+    wait_until,
+    with_dropout,
 )
 from test_02_ddp_spawn import check_two_ranks
 
 FOLDER = ROOT / "06_checkpointing"
 RUN = FOLDER / "run.sh"
-WITNESS = {"PYTHONPATH": str(ROOT / "tests/witness")}
 STOPPED = 75
 
 
@@ -45,29 +49,20 @@ def test_both_ranks_train_evaluate_and_save_and_a_finished_run_says_so(tmp_path)
     assert equal(tmp_path / "first.pt", tmp_path / "weights.pt")
 
 
-def equal(one, other):
-    """Whether two files hold the same weights, bit by bit."""
-    one, other = (torch.load(path, weights_only=True) for path in (one, other))
-    assert one.keys() == other.keys()
-    return all(torch.equal(one[name], other[name]) for name in one)
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A copy that trains on few digits, 10 steps of two ranks an epoch, with random numbers in every step."""
     small = tmp_path_factory.mktemp("small") / "a project"
     copy_project(small, FOLDER / "train.py", "checkpoint.py", "join.py", "run.sh")
     fewer_digits(small)
-    features = "self.layer2(self.layer1(images)).flatten(1)"
-    edit(small, "common/model.py", (features, f"nn.functional.dropout({features}, 0.1, self.training)"))
+    with_dropout(small)
     return small
 
 
 def train(project, folder, *options, nproc=2, **environment):
     """Train in a folder with torchrun, to the end or to a signal, without restarts."""
-    command = ["torchrun", "--standalone", f"--nproc-per-node={nproc}", project / "train.py"]
-    command += ["--data-dir", project / "common", *options]
-    return run(command, folder, OMP_NUM_THREADS="1", **WITNESS, **environment)
+    data = ["--data-dir", project / "common"]
+    return torchrun(project / "train.py", nproc, *data, *options, cwd=folder, **WITNESS, **environment)
 
 
 def test_stopped_after_every_step():
@@ -112,13 +107,6 @@ def test_on_another_number_of_processes(tmp_path):
     assert [dict(sorted(epoch.items())) for epoch in epochs] == [once] * 3
 
 
-def wait_for_checkpoint(folder, running, limit=60):
-    end = time.monotonic() + limit
-    while not (folder / "checkpoint.pt.previous").exists():
-        assert running.process.poll() is None and time.monotonic() < end, running.printed()
-        time.sleep(0.05)
-
-
 LONG = ["--epochs", 12, "--batch-size", 16, "--save-every", 3]  # 480 steps, about 5 s
 
 
@@ -135,7 +123,7 @@ def start(project, folder, *options, **environment):
     """Start run.sh, and return when it has saved."""
     command = ["bash", project / "run.sh", "--data-dir", project / "common", *LONG, *options]
     running = Running(command, folder, **environment)
-    wait_for_checkpoint(folder, running)
+    wait_until((folder / "checkpoint.pt.previous").exists, running)
     return running
 
 
