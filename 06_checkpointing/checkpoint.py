@@ -72,8 +72,8 @@ def read(args, net, refuse):
     What does not fit this run is refused, by calling refuse with a line that says what differs. A file that cannot be
     read is passed over for the one before it, unless --resume is must.
     """
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if os.environ.get("RANK", "0") != "0" or (args.resume == "never" and not restarted):
+    restarts = {os.environ.get(f"{launcher}_RESTART_COUNT", "0") for launcher in ("TORCHELASTIC", "SLURM")}
+    if os.environ.get("RANK", "0") != "0" or (args.resume == "never" and restarts == {"0"}):
         return None
     unread = ""
     for path in (args.checkpoint, Path(f"{args.checkpoint}.previous")):

@@ -63,7 +63,7 @@ class Running:
         self.process = subprocess.Popen(
             [str(part) for part in command],
             cwd=cwd,
-            env={name: value for name, value in os.environ.items() if name not in SETTINGS}
+            env={name: value for name, value in os.environ.items() if name not in SETTINGS and name[:6] != "SLURM_"}
             | environment
             | {"TEST_RUN": self.token},
             stdin=subprocess.DEVNULL,

@@ -64,7 +64,7 @@ class Hosts:
     def on(self, host, folder, *command, hosts="hosts"):
         """The command that runs another one on a host, in this folder, with a file of this name as /etc/hosts."""
         become = 'hostname "$1" && mount --bind "$2" /etc/hosts && cd "$3" && shift 3 && exec "$@"'
-        enter = [*self.enter, "ip", "netns", "exec", host, "unshare", "--uts", "--mount"]
+        enter = [*self.enter, "nsenter", f"--net=/run/netns/{host}", "unshare", "--uts", "--mount"]
         return [*enter, "bash", "-c", become, "_", host, self.folder / hosts, folder, *command]
 
     def link(self, host, state):

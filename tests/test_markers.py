@@ -12,11 +12,11 @@ BASES = {  # a script: what it builds on
     "03_ddp_multinode_spawn": "01_dataparallel",
     "04_ddp_torchrun": "01_dataparallel",
     "06_checkpointing": "04_ddp_torchrun",
+    "07_slurm": "06_checkpointing",
 }
 SHOWN = {**BASES, "03_ddp_multinode_spawn": "02_ddp_spawn"}  # what its README compares it with: the nearest
-
-
-FAMILIES = {"01": "DP", "02": "DDP", "03": "DDP", "04": "DDP", "05": "MP", "06": "CKPT"}  # of a section's own steps
+# The family of a section's own steps
+FAMILIES = {"01": "DP", "02": "DDP", "03": "DDP", "04": "DDP", "05": "MP", "06": "CKPT", "07": "SLURM"}
 
 
 def marks(line, folder):
@@ -58,6 +58,10 @@ def test_nothing_else_is_marked(folder):
             assert not [line for line in script if marks(line, folder)]
 
 
+COPIES = [  # so that each folder stands alone
+    ("06_checkpointing/join.py", "04_ddp_torchrun/join.py"),
+    ("07_slurm/checkpoint.py", "06_checkpointing/checkpoint.py"),
+]
 MEANINGS = {  # of each step, words that stand only in code of that step
     "DDP-1": ("init_process_group", "destroy_process_group", "timedelta"),
     "DDP-2": ("DDP(", "DistributedDataParallel", "convert_sync_batchnorm"),
@@ -68,6 +72,8 @@ MEANINGS = {  # of each step, words that stand only in code of that step
     "CKPT-3": ("checkpoint.read(", "checkpoint.share("),
     "CKPT-4": ("RestOfEpoch(", "Generator()", 'place["seconds"]'),
     "CKPT-5": ("ignore_signals", "catch_signals", "agreed"),
+    "SLURM-1": ("slurm",),
+    "SLURM-2": ("stopped", "bool(stop)"),
 }
 
 
@@ -113,5 +119,6 @@ def test_common_stays_tiny():
     assert sum(len(path.read_text().splitlines()) for path in ROOT.glob("common/*.py")) < 150
 
 
-def test_what_folders_copy_is_the_same():
-    assert (ROOT / "06_checkpointing/join.py").read_text() == (ROOT / "04_ddp_torchrun/join.py").read_text()
+@pytest.mark.parametrize(("copy", "original"), COPIES)
+def test_what_folders_copy_is_the_same(copy, original):
+    assert (ROOT / copy).read_bytes() == (ROOT / original).read_bytes()

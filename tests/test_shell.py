@@ -17,7 +17,7 @@ def test_form(path):
     lines = path.read_text().splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
     commands = [line for line in lines[1:] if line.startswith("#   ")]
-    assert commands and all(f"bash {path.parent.name}/run.sh" in line for line in commands)
+    assert commands and all(re.search(rf"\bs?ba(sh|tch) {path.parent.name}/run.sh", line) for line in commands)
     assert lines.index("set -euo pipefail") == next(number for number, line in enumerate(lines) if line[:1] != "#")
     assert lines[-1].startswith("exec ") and lines[-1].endswith('"$@"')
 
