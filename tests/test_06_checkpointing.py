@@ -152,7 +152,7 @@ def test_signals_to_all_processes_three_times(small, long_run, tmp_path):
     assert result.code == STOPPED, result
     assert "DataLoader worker" not in result.errors, result
     assert result.output.splitlines()[-1].startswith("stopped in epoch "), result
-    rest = run(["bash", project / "run.sh", "--data-dir", project / "common", *LONG], tmp_path)
+    rest = run(["bash", small / "run.sh", "--data-dir", small / "common", *LONG], tmp_path)
     assert rest.code == 0, rest
     assert rest.output.startswith("going on from checkpoint.pt, in epoch "), rest
     assert equal(tmp_path / "mnist.pt", long_run)

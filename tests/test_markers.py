@@ -15,13 +15,14 @@ BASES = {  # a script: what it builds on
     "07_slurm": "06_checkpointing",
 }
 SHOWN = {**BASES, "03_ddp_multinode_spawn": "02_ddp_spawn"}  # what its README compares it with: the nearest
-# The family of a section's own steps
+# The family of a section's own steps; 08 has none
 FAMILIES = {"01": "DP", "02": "DDP", "03": "DDP", "04": "DDP", "05": "MP", "06": "CKPT", "07": "SLURM"}
 
 
 def marks(line, folder):
     """The step marks in the comment of a line that are of this folder's own steps."""
-    return re.findall(rf"\b{FAMILIES[folder[:2]]}-\d+\b", line.partition("#")[2])
+    family = FAMILIES.get(folder[:2])
+    return re.findall(rf"\b{family}-\d+\b", line.partition("#")[2]) if family else []
 
 
 def code(folder):
@@ -38,7 +39,7 @@ def blocks(folder):
 
 
 def test_each_script_has_a_base():
-    assert set(FOLDERS) == {*BASES, "01_dataparallel", "05_model_parallel"}  # 05 is a different idea
+    assert set(FOLDERS) == {*BASES, "01_dataparallel", "05_model_parallel", "08_docker"}  # 05 is another idea, 08 is 06
 
 
 @pytest.mark.parametrize("folder", BASES)
@@ -61,6 +62,7 @@ def test_nothing_else_is_marked(folder):
 COPIES = [  # so that each folder stands alone
     ("06_checkpointing/join.py", "04_ddp_torchrun/join.py"),
     ("07_slurm/checkpoint.py", "06_checkpointing/checkpoint.py"),
+    *((f"08_docker/{name}", f"06_checkpointing/{name}") for name in ("train.py", "checkpoint.py", "join.py")),
 ]
 MEANINGS = {  # of each step, words that stand only in code of that step
     "DDP-1": ("init_process_group", "destroy_process_group", "timedelta"),
