@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import time
 
-from helpers import SETTINGS
+from helpers import clean_environment, wait_until
 from hosts import ADDRESSES, PATH
 
 CONFIGURATION = """
@@ -62,11 +62,13 @@ class Cluster:
         for host in ADDRESSES:
             (folder / f"spool-{host}").mkdir()
             self.start(host, "slurmd", "-D", "-N", host)
-        self.wait(lambda: self.nodes() == {"idle"}, 20)
+        try:
+            wait_until(lambda: self.nodes() == {"idle"}, limit=20)
+        except AssertionError:
+            raise OSError(f"its nodes did not come up: {(folder / 'daemons.log').read_text()[-2000:]}") from None
 
     def environment(self, **settings):
-        mine = {name: value for name, value in os.environ.items() if name not in SETTINGS and name[:6] != "SLURM_"}
-        return {**mine, "PATH": PATH, "SLURM_CONF": str(self.folder / "slurm.conf"), **settings}
+        return {**clean_environment(), "PATH": PATH, "SLURM_CONF": str(self.folder / "slurm.conf"), **settings}
 
     def start(self, host, *command):
         command, nothing = self.hosts.on(host, self.folder, *command), subprocess.DEVNULL
@@ -83,13 +85,6 @@ class Cluster:
     def nodes(self):
         """The states of the nodes, each once."""
         return set(self.ask("sinfo", "--noheader", "--format=%T", "--partition=main", check=False).split())
-
-    def wait(self, condition, limit):
-        end = time.monotonic() + limit
-        while not condition():
-            if time.monotonic() > end:
-                raise OSError(f"not within {limit} s: {(self.folder / 'daemons.log').read_text()[-2000:]}")
-            time.sleep(0.2)
 
 
 class Job:

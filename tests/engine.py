@@ -9,9 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 
-from helpers import ROOT, SETTINGS
+from helpers import ROOT, clean_environment, wait_until
 from hosts import PATH
 
 PLACES = f"/usr/bin:{PATH}"  # Debian's client, which has BuildKit, before any other
@@ -39,23 +38,19 @@ class Engine:
         files = [f"--data-root={folder}/data", f"--exec-root={folder}/exec", f"--pidfile={folder}/pid"]
         network = [f"--bip={ADDRESS}/24", "--dns=127.0.0.1"]  # nobody answers there, which is known at once
         self.start("dockerd", *files, *network, f"--host=unix://{folder}/socket")
-        end = time.monotonic() + 30
-        while self.call("docker", "info").returncode:
-            if time.monotonic() > end:
-                raise OSError(f"it did not come up: {(folder / 'dockerd.log').read_text()[-2000:]}")
-            time.sleep(0.2)
+        try:
+            wait_until(lambda: self.call("docker", "info").returncode == 0, limit=30)
+        except AssertionError:
+            raise OSError(f"it did not come up: {(folder / 'dockerd.log').read_text()[-2000:]}") from None
         (folder / "socket").chmod(0o666)  # for a user who is not root
 
     def end(self):
         """Stop it."""
         self.call("bash", "-c", f"kill $(cat {self.folder}/pid)")
-        end = time.monotonic() + 30
-        while (self.folder / "pid").exists() and time.monotonic() < end:
-            time.sleep(0.2)
+        wait_until(lambda: not (self.folder / "pid").exists(), limit=30)
 
     def environment(self, **settings):
-        mine = {name: value for name, value in os.environ.items() if name not in SETTINGS and name[:6] != "DOCKER"}
-        return {**mine, "PATH": PLACES, "DOCKER_HOST": f"unix://{self.folder}/socket", **settings}
+        return {**clean_environment(), "PATH": PLACES, "DOCKER_HOST": f"unix://{self.folder}/socket", **settings}
 
     def start(self, *command):
         command, nothing = self.hosts.on("h0", self.folder, *command), subprocess.DEVNULL

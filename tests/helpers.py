@@ -29,7 +29,13 @@ EPOCH = re.compile(
 SETTINGS = {  # of launch files and of torchrun, which a test sets or leaves out
     *("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "RANK", "LOCAL_RANK"),
     *("RDZV_ENDPOINT", "RDZV_ID", "MAX_RESTARTS", "START_TIMEOUT", "GLOO_SOCKET_IFNAME"),
+    *("LAUNCHER", "SCRIPT", "IMAGE", "DATA_DIR", "BUILD_OPTIONS", "OPTIONS", "USER_ID", "GROUP_ID"),
 }
+
+
+def clean_environment():
+    """The environment of the tests, without what would change a launch file's ways."""
+    return {name: value for name, value in os.environ.items() if name not in SETTINGS and name[:6] != "SLURM_"}
 
 
 def label(path):
@@ -63,9 +69,7 @@ class Running:
         self.process = subprocess.Popen(
             [str(part) for part in command],
             cwd=cwd,
-            env={name: value for name, value in os.environ.items() if name not in SETTINGS and name[:6] != "SLURM_"}
-            | environment
-            | {"TEST_RUN": self.token},
+            env=clean_environment() | environment | {"TEST_RUN": self.token},
             stdin=subprocess.DEVNULL,
             stdout=self.files[0],
             stderr=self.files[1],

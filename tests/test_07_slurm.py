@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import sys
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from cluster import Cluster, Job
 from helpers import ROOT, WITNESS, copy_project, edit, equal, fewer_digits, load_script, run, with_dropout
-from test_shell import fake_tools
+from test_shell import bare_tools, fake_tools
 
 FOLDER = ROOT / "07_slurm"
 RUN = FOLDER / "run.sh"
@@ -280,10 +279,7 @@ def test_what_is_started(tmp_path):
 
 def test_without_slurm_it_says_so(tmp_path):
     python = ['case "$*" in', "  *find_spec*) exit 0 ;;", "  *parse_args*) echo checkpoint.pt; exit 100 ;;", "esac"]
-    fake_tools(tmp_path / "fake", python=python)
-    for tool in ("bash", "dirname"):
-        (tmp_path / "fake" / tool).symlink_to(shutil.which(tool))
-    result = run(["bash", RUN], tmp_path, PATH=str(tmp_path / "fake"))
+    result = run(["bash", RUN], tmp_path, PATH=bare_tools(tmp_path / "bare", python=python))
     assert result.code == 1, result
     line = "run.sh: no sbatch here, so this is no Slurm cluster; on one machine: bash 06_checkpointing/run.sh"
     assert result.errors == f"{line}\n", result

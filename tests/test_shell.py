@@ -34,15 +34,9 @@ def test_bash_and_shellcheck_find_nothing(path):
 
 @pytest.mark.parametrize("path", LAUNCHERS[:-1], ids=label)  # 08 needs no torch on the machine
 def test_without_torch_it_says_what_to_run(path, tmp_path):
-    # a PATH with the shell's tools and a python that has no packages at all
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for tool in ("bash", "dirname"):
-        (bare / tool).symlink_to(shutil.which(tool))
-    (bare / "python").write_text('#!/bin/sh\nexec "$REAL_PYTHON" -I -S "$@"\n')
-    (bare / "python").chmod(0o755)
     python = os.path.realpath(shutil.which("python"))
-    result = run([shutil.which("bash"), path], tmp_path, PATH=str(bare), REAL_PYTHON=python)
+    bare = bare_tools(tmp_path / "bare", python=[f'exec "{python}" -I -S "$@"'])  # which has no packages at all
+    result = run(["bash", path], tmp_path, PATH=bare)
     assert result.code == 1, result
     command = f"python3 -m venv .venv && . .venv/bin/activate && pip install -r '{ROOT / 'requirements.txt'}'"
     assert result.errors == f"run.sh: no torch for python; run: {command}\n"
@@ -87,6 +81,14 @@ def fake_tools(folder, **scripts):
         (folder / name).write_text("\n".join(["#!/bin/sh", *lines, ""]))
         (folder / name).chmod(0o755)
     return f"{folder}:{os.environ['PATH']}"
+
+
+def bare_tools(folder, **scripts):
+    """A PATH on which there are bash, dirname and these shell scripts, and nothing else."""
+    fake_tools(folder, **scripts)
+    for tool in ("bash", "dirname"):
+        (folder / tool).symlink_to(shutil.which(tool))
+    return str(folder)
 
 
 @pytest.mark.parametrize(
