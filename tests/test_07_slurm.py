@@ -32,7 +32,7 @@ def project(tmp_path_factory):
     copy_project(project, FOLDER / "train.py", "checkpoint.py", "slurm.py", "run.sh")
     fewer_digits(project)
     with_dropout(project)
-    line, sleep = "indices = torch.frombuffer", "import time; time.sleep(0.2 if os.path.exists('slow') else 0)"
+    line, sleep = "indices = torch.frombuffer", "import time; time.sleep(0.5 if os.path.exists('slow') else 0)"
     edit(project, "common/data.py", (line, f"{sleep}\n        {line}"))
     return project
 
@@ -79,6 +79,16 @@ def test_both_launchers_train_the_same(nproc, cluster, project, undisturbed, tmp
     assert equal(weights, tmp_path / "mnist.pt")
 
 
+def test_plain_srun_by_hand(cluster, project, undisturbed, tmp_path):
+    """As in the script's docstring, without run.sh and what it sets."""
+    options = ["--data-dir", project / "common", *OPTIONS]
+    tasks = ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    command = map(str, ["srun", *tasks, "python", project / "train.py", *options])
+    output = cluster.ask(*command, folder=tmp_path, OMP_NUM_THREADS="1")
+    assert re.findall(r"^epoch (\d)/4 ", output, re.M) == ["1", "2", "3", "4"], output
+    assert equal(undisturbed[1][1], tmp_path / "mnist.pt")
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_a_failing_rank_fails_the_job_and_is_not_queued_again(launcher, cluster, project, undisturbed, tmp_path):
     """Even if the checkpoint is that of a stop: it is not of this start."""
@@ -113,12 +123,6 @@ def check_goes_on(job, weights):
     assert equal(weights, job.folder / "mnist.pt")
 
 
-def test_queued_again_by_its_user(cluster, project, undisturbed, tmp_path):
-    job = start(cluster, project, tmp_path, "--resume", "never", nproc=2, LAUNCHER="srun")
-    cluster.ask("scontrol", "requeue", job.id)
-    check_goes_on(job, undisturbed[2][1])
-
-
 def test_preempted(cluster, project, undisturbed, tmp_path):
     """With a grace time run.sh queues the job again, without one Slurm does it."""
     partitions = {"grace": "torchrun", "main": "srun"}
@@ -134,11 +138,17 @@ def test_preempted(cluster, project, undisturbed, tmp_path):
         check_goes_on(job, undisturbed[1][1])
 
 
-def test_out_of_time(cluster, project, undisturbed, tmp_path):
-    job = start(cluster, project, tmp_path, SBATCH_TIMELIMIT="1", SBATCH_SIGNAL="USR1@50")
-    job.wait(lambda record: record["JobState"] == "PENDING")
-    cluster.ask("scontrol", "update", f"jobid={job.id}", "TimeLimit=10")
-    check_goes_on(job, undisturbed[1][1])
+def test_out_of_time_and_queued_again_by_its_user(cluster, project, undisturbed, tmp_path):
+    # Slurm looks every 30 s, and sends the signal if it would be due before the next look: here after 20 to 50 s
+    late = start(cluster, project, tmp_path / "late", SBATCH_TIMELIMIT="1", SBATCH_SIGNAL="USR1@10")
+    other = start(cluster, project, tmp_path / "other", "--resume", "never", nproc=2, LAUNCHER="srun")
+    cluster.ask("scontrol", "requeue", other.id)
+    late.wait(lambda record: "is queued again" in late.log() and record["JobState"] == "PENDING")
+    cluster.ask("scontrol", "update", f"jobid={late.id}", "TimeLimit=10")
+    for job in (late, other):
+        (job.folder / "slow").unlink()  # both go on together
+    check_goes_on(late, undisturbed[1][1])
+    check_goes_on(other, undisturbed[2][1])
 
 
 def test_a_node_is_lost(cluster, project, undisturbed, tmp_path):
