@@ -19,7 +19,8 @@ image=${IMAGE:-mnist-ddp}
 quiet=()
 if docker image inspect "$image" >/dev/null 2>&1; then quiet=(--quiet); fi # all but the code comes from the cache
 # shellcheck disable=SC2086 # several options
-DOCKER_BUILDKIT=1 docker build "${quiet[@]}" ${BUILD_OPTIONS:-} --tag "$image" --file "$here/Dockerfile" "${here%/*}" >/dev/null
+DOCKER_BUILDKIT=1 docker build "${quiet[@]}" ${BUILD_OPTIONS:-} --tag "$image" \
+  --file "$here/Dockerfile" "${here%/*}" >/dev/null
 
 options=(--rm --init)         # gone afterwards; process 1 passes signals on and collects what is left
 options+=(--stop-timeout=60)  # seconds that docker stop waits for the checkpoint; else 10

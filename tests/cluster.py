@@ -55,8 +55,7 @@ class Cluster:
         (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder))
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o600)
-        files = [f"--{what}={folder}/munge.{what}" for what in ("key-file", "pid-file", "seed-file", "log-file")]
-        files[0] = f"--key-file={folder}/munge.key"
+        files = [f"--{what}-file={folder}/munge.{what}" for what in ("key", "pid", "seed", "log")]
         self.start("h0", "munged", "--foreground", "--force", *files, f"--socket={folder}/munge.socket")
         self.start("h0", "slurmctld", "-D", "-i")
         for host in ADDRESSES:
