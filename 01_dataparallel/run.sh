@@ -14,4 +14,5 @@ if ! python -c "$has_torch" 2>/dev/null; then
     "pip install -r '$requirements'" >&2
   exit 1
 fi
+export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1073741824 # each step reuses the memory of the last
 exec python "$here/train.py" "$@"

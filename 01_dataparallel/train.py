@@ -56,7 +56,7 @@ def train(args):
     images_per_epoch = len(train_sampler)
     loading = {"collate_fn": tuple, "pin_memory": args.device == "cuda"}  # tuple: the sets give whole batches
     train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **loading)
-    test_loader = DataLoader(test_set, 1000, **loading)
+    test_loader = DataLoader(test_set, 250, **loading)
 
     # 3. Model
     net = ConvNet().to(device, memory_format=torch.channels_last)

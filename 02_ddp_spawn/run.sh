@@ -14,5 +14,6 @@ if ! python -c "$has_torch" 2>/dev/null; then
     "pip install -r '$requirements'" >&2
   exit 1
 fi
+export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1073741824 # each step reuses the memory of the last
 # OMP_NUM_THREADS, cores ÷ processes by default, is set by the script
 exec python "$here/train.py" ${NPROC:+--nprocs="$NPROC"} "$@"

@@ -57,6 +57,7 @@ runpy.run_path(sys.argv[0])["parse_args"](); sys.exit(100)'
   for node in "${nodes[@]}"; do wait "$node" || code=$?; done
   exit "$code"
 fi
+export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1073741824 # each step reuses the memory of the last
 # OMP_NUM_THREADS, cores ÷ processes by default, is set by the script
 options=(--nodes="${NNODES:-2}" ${NPROC:+--gpus="$NPROC"} ${START_TIMEOUT:+--start-timeout="$START_TIMEOUT"})
 exec python "$here/train.py" "${options[@]}" "$@"

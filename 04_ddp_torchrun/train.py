@@ -73,7 +73,7 @@ def train(args):
     images_per_epoch = train_sampler.total_size  # DDP-3: of all ranks
     loading = {"collate_fn": tuple, "pin_memory": args.device == "cuda"}  # tuple: the sets give whole batches
     train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **loading)
-    test_loader = DataLoader(test_set, 1000, sampler=DistributedSampler(test_set, shuffle=False), **loading)  # DDP-3
+    test_loader = DataLoader(test_set, 250, sampler=DistributedSampler(test_set, shuffle=False), **loading)  # DDP-3
 
     # 3. Model
     net = ConvNet().to(device, memory_format=torch.channels_last)

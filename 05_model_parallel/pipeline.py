@@ -70,7 +70,7 @@ def train(args):
     train_sampler = DistributedSampler(train_set, num_replicas=1, rank=0, seed=args.seed)  # MP-4: both read all images
     loading = {"collate_fn": tuple, "pin_memory": args.device == "cuda"}  # tuple: the sets give whole batches
     train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, drop_last=True, **loading)  # MP-3
-    test_loader = DataLoader(test_set, 1000, **loading)
+    test_loader = DataLoader(test_set, 250, **loading)
     images_per_epoch = len(train_loader) * args.batch_size
 
     # 3. Model

@@ -89,7 +89,7 @@ def train(args):
     images_per_epoch = train_sampler.total_size
     loading = {"collate_fn": tuple, "pin_memory": first.type == "cuda"}  # tuple: the sets give whole batches
     train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **loading)
-    test_loader = DataLoader(test_set, 1000, sampler=DistributedSampler(test_set, shuffle=False), **loading)
+    test_loader = DataLoader(test_set, 250, sampler=DistributedSampler(test_set, shuffle=False), **loading)
 
     # 3. Model
     net = SplitConvNet(args.devices, args.chunks)

@@ -29,6 +29,7 @@ NPROC=${NPROC:-$((gpus > 0 ? gpus : 2))}
 case $NPROC in 0* | *[!0-9]*) echo "run.sh: NPROC must be a number above 0, not '$NPROC'" >&2 && exit 2 ;; esac
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
+export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1073741824 # each step reuses the memory of the last
 
 # Refuse bad options here, in one line: under torchrun each process prints it, and torchrun a report around it
 if [ $# -gt 0 ] || [ -n "$asked" ] || [ ! -w . ] || [ -e checkpoint.pt ]; then

@@ -82,7 +82,7 @@ def train(args):
     loading["worker_init_fn"] = checkpoint.ignore_signals  # CKPT-5: workers that a signal ends take the step with them
     loading["generator"] = torch.Generator()  # CKPT-4: what starts an epoch draws from it, not from the rank's own
     train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **loading)
-    test_loader = DataLoader(test_set, 1000, sampler=DistributedSampler(test_set, shuffle=False), **loading)  # DDP-3
+    test_loader = DataLoader(test_set, 250, sampler=DistributedSampler(test_set, shuffle=False), **loading)  # DDP-3
 
     # 3. Model
     net = ConvNet().to(device, memory_format=torch.channels_last)

@@ -73,6 +73,7 @@ if [ -n "${SLURM_JOB_ID:-}" ]; then
   cores=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
   share=$((cores > NPROC ? cores / NPROC : 1)) # of a process
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$share}
+  export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1073741824 # each step reuses the memory of the last
   hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
   export MASTER_ADDR=${hosts%%$'\n'*} # where rank 0 is, or the rendezvous
   export MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))} # below those that systems pick from

@@ -11,6 +11,7 @@ NPROC=${NPROC:-$((gpus > 0 ? gpus : 2))}
 case $NPROC in 0* | *[!0-9]*) echo "entrypoint.sh: NPROC must be a number above 0, not '$NPROC'" >&2 && exit 2 ;; esac
 cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
+export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1073741824 # each step reuses the memory of the last
 
 # Refuse bad options here, in one line: under torchrun each process prints it, and torchrun a report around it
 check='import os, runpy, sys; del sys.argv[0]; sys.path[0] = os.path.dirname(sys.argv[0])

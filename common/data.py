@@ -14,17 +14,20 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-try:
-    from torchvision.datasets import MNIST
-except RuntimeError:  # its C++ extension does not load beside a CPU build of torch; MNIST needs none of its operators
-    operators = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    from torchvision.datasets import MNIST
-
 DIGITS = Path(__file__).resolve().with_name("digits.bin")  # 1,797 rows: 8 × 8 pixels from 0 to 16, then the label
 CRC32 = {"train-images-idx3-ubyte": 0xE9F4D8B3, "train-labels-idx1-ubyte": 0xE0CB4AD2,
          "t10k-images-idx3-ubyte": 0x91373BDF, "t10k-labels-idx1-ubyte": 0x4AB9EFF9}
+
+
+def torchvision_mnist():
+    """Import torchvision's MNIST: not before it is needed, as that takes a second or two, and --help shall not."""
+    try:
+        from torchvision.datasets import MNIST
+    except RuntimeError:  # its C++ extension does not load beside a CPU build of torch; MNIST needs no operator of it
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        from torchvision.datasets import MNIST
+    return MNIST
 
 
 class ImageSet(TensorDataset):
@@ -62,7 +65,8 @@ def load_mnist(root):
     if rank == 0 and line:
         print(line, flush=True)
     if data == "MNIST":
-        return [ImageSet(part.data.unsqueeze(1), part.targets) for part in (MNIST(root), MNIST(root, train=False))]
+        parts = [torchvision_mnist()(root, train) for train in (True, False)]
+        return [ImageSet(part.data.unsqueeze(1), part.targets) for part in parts]
     rows = torch.from_file(str(DIGITS), size=1797 * 65, dtype=torch.uint8).view(1797, 65)
     images = F.interpolate(rows[:, :64].view(-1, 1, 8, 8) * (255 / 16), size=24, mode="bilinear").round().byte()
     images, labels = F.pad(images, (4, 4, 4, 4)), rows[:, 64].long()
@@ -79,10 +83,9 @@ def prepare_mnist(root):
         if not all((raw / name).is_file() for name in CRC32):
             download_mnist(root, raw)
     except Exception as error:
-        return "the bundled digits", (
-            f"MNIST is not in {root} and cannot be downloaded from {MNIST.mirrors[0]} ({error!r}): training on the "
-            f"1,797 bundled digits instead. For MNIST, put its four files ({', '.join(CRC32)}) into {raw}."
-        )
+        host, names = torchvision_mnist().mirrors[0], ", ".join(CRC32)
+        line = f"MNIST is not in {root} and cannot be downloaded from {host} ({error!r}): training on the 1,797 bundled"
+        return "the bundled digits", f"{line} digits instead. For MNIST, put its four files ({names}) into {raw}."
     for name, crc32 in CRC32.items():
         if zlib.crc32((raw / name).read_bytes()) != crc32:
             return "a damaged MNIST", f"{raw / name} is damaged: delete it and start again, or copy it anew"
@@ -90,18 +93,16 @@ def prepare_mnist(root):
 
 
 def download_mnist(root, raw):
-    """Download beside the target and rename whole files into place, in one process of a node while others wait.
-
-    So neither a killed download nor other nodes on the same disk leave half a file behind. Raises what stopped it.
-    """
+    """Put whole files into place, in one process of a node while the others wait. Raises what stopped the download."""
     lock_name = f"{tempfile.gettempdir()}/mnist-{os.getuid()}-{zlib.crc32(bytes(raw.resolve()))}.lock"
     with open(lock_name, "w") as lock, ThreadPool(2) as pool:  # threads, as no time limit holds for the name lookup
         fcntl.flock(lock, fcntl.LOCK_EX)
         if all((raw / name).is_file() for name in CRC32):
             return
+        MNIST = torchvision_mnist()
         pool.apply_async(urlopen, [MNIST.mirrors[0] + MNIST.resources[0][0]], {"timeout": 5}).get(8)  # seconds
         raw.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as folder:
+        with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as folder:  # a killed one leaves no half file
             pool.apply_async(MNIST, [folder], {"download": True}).get(240)
             for name in CRC32:
                 os.replace(Path(folder, "MNIST", "raw", name), raw / name)

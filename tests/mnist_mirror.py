@@ -33,8 +33,8 @@ def use_files(monkeypatch, folder, mirror):
     """Let common.data and torchvision take the files of ``folder`` for MNIST, and ``mirror`` for its data host."""
     monkeypatch.setattr(data, "CRC32", {name: zlib.crc32((folder / name).read_bytes()) for name in data.CRC32})
     compressed = [(f"{name}.gz", hashlib.md5((folder / f"{name}.gz").read_bytes()).hexdigest()) for name in data.CRC32]
-    monkeypatch.setattr(data.MNIST, "resources", compressed)
-    monkeypatch.setattr(data.MNIST, "mirrors", [mirror])
+    monkeypatch.setattr(data.torchvision_mnist(), "resources", compressed)
+    monkeypatch.setattr(data.torchvision_mnist(), "mirrors", [mirror])
 
 
 @contextmanager

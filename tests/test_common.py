@@ -136,7 +136,7 @@ class TestMnist:
 
     def test_a_killed_download_leaves_nothing_half_written(self, files, root, monkeypatch):
         code = (
-            "import sys, pathlib, common.data as data; data.MNIST.mirrors = [sys.argv[1]];"
+            "import sys, pathlib, common.data as data; data.torchvision_mnist().mirrors = [sys.argv[1]];"
             "data.load_mnist(pathlib.Path(sys.argv[2]))"
         )
         with mnist_mirror.serve(files, half=True) as (url, _):
@@ -178,24 +178,24 @@ class TestMnist:
         assert url in line and "training on the 1,797 bundled digits" in line and f"into {root / 'MNIST/raw'}." in line
 
     def test_a_host_that_refuses(self, root, monkeypatch, capsys):
-        monkeypatch.setattr(common.data.MNIST, "mirrors", ["http://127.0.0.1:9/"])
+        monkeypatch.setattr(common.data.torchvision_mnist(), "mirrors", ["http://127.0.0.1:9/"])
         self.check_fallback(root, capsys, "http://127.0.0.1:9/")
         assert not root.exists()
 
     def test_a_host_that_is_silent(self, root, monkeypatch, capsys):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-            monkeypatch.setattr(common.data.MNIST, "mirrors", [url])
+            monkeypatch.setattr(common.data.torchvision_mnist(), "mirrors", [url])
             self.check_fallback(root, capsys, url)
 
     def test_a_name_lookup_that_hangs(self, root, monkeypatch, capsys):
         monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: time.sleep(60))
-        self.check_fallback(root, capsys, common.data.MNIST.mirrors[0])
+        self.check_fallback(root, capsys, common.data.torchvision_mnist().mirrors[0])
 
     def test_a_host_that_gives_something_else(self, files, root, monkeypatch, capsys):
         (files / "t10k-labels-idx1-ubyte.gz").write_bytes(b"<html>please log in</html>")
         with mnist_mirror.serve(files) as (url, _):
-            monkeypatch.setattr(common.data.MNIST, "mirrors", [url])
+            monkeypatch.setattr(common.data.torchvision_mnist(), "mirrors", [url])
             self.check_fallback(root, capsys, url)
         assert list((root / "MNIST/raw").iterdir()) == []
 
@@ -289,13 +289,15 @@ def test_torchvision_that_loads_is_left_alone(tmp_path):
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision/__init__.py").write_text("")
     (tmp_path / "torchvision/datasets.py").write_text("class MNIST: pass")
-    code = "import torch, common.data as data; print(data.MNIST.__module__, hasattr(torch.ops.torchvision, 'nms'))"
+    code = "import torch, common.data as data\n"
+    code += "print(data.torchvision_mnist().__module__, hasattr(torch.ops.torchvision, 'nms'))"
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert answer.stdout == "torchvision.datasets False\n", answer
 
 
 def test_torchvision_imports_beside_this_torch():
-    code = "import common.data as data; import torchvision; print(data.MNIST is torchvision.datasets.MNIST)"
+    code = "import common.data as data; mnist = data.torchvision_mnist();"
+    code += "import torchvision; print(mnist is torchvision.datasets.MNIST)"
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert answer.stdout == "True\n" and answer.stderr == "", answer
