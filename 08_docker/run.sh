@@ -10,6 +10,13 @@
 # It ends with 0 when all epochs are done, with 75 when a signal stopped it, with 1 when it failed.
 set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+case " $* " in
+  *" --help "* | *" -h "*) # needs no engine
+    sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    python3 "$here/train.py" --help 2>/dev/null || echo "The options are those of 06_checkpointing/train.py."
+    exit 0
+    ;;
+esac
 if ! command -v docker >/dev/null || ! docker info >/dev/null 2>&1; then
   echo "run.sh: no container engine answers (\`docker info\`): install Docker, start it, join its group" >&2
   exit 1
