@@ -1,15 +1,29 @@
-"""The READMEs say what is so: commands, diffs, steps and links. `python tests/test_docs.py` writes the diffs anew."""
+"""The READMEs say what is so: commands, what the scripts add, who is who, steps and links.
 
+REWRITE_DOCS=1 python -m pytest tests/test_docs.py writes into them what is made from the scripts and from runs.
+"""
+
+import os
 import re
+import shutil
 import subprocess
+import time
 
 import pytest
-from helpers import EPOCH, FOLDERS, ROOT, label
+from helpers import EPOCH, FOLDERS, ROOT, Running, edit, fewer_digits, free_port, label, run
 from test_markers import BASES, SHOWN, code, marks
 
 READMES = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in FOLDERS)]
 SETUP = "python3 -m venv .venv && . .venv/bin/activate && pip install -r requirements.txt"
-DIFF = re.compile(r"(?<=^```diff\n).+?(?=^```$)", re.M | re.S)
+DIFF = r"(?<=^```diff\n).+?(?=^```$)"
+NOT_RUN = {  # what a command has in it: why it is not run by test_commands_run
+    r"pip install -r requirements.txt": "CI runs both, in a fresh clone and a new environment",
+    r"10\.0\.0\.1": "needs a second machine; test_hosts.py makes one",
+    r"cuda:0,cuda:1": "needs two GPUs",
+    r"pkill -9": "needs a run to kill; test_06_checkpointing.py kills processes of one",
+    r"sbatch|07_slurm/run\.sh": "needs Slurm; test_07_slurm.py makes a cluster",
+    r"docker|BUILD_OPTIONS": "needs an engine; test_08_docker.py starts one",
+}
 
 
 def sections(text):
@@ -20,6 +34,16 @@ def sections(text):
 
 def blocks(text, language):
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.M | re.S)
+
+
+def hold(path, pattern, made):
+    """A README must have what is made now in the place of this pattern; with REWRITE_DOCS it gets it."""
+    text = path.read_text()
+    (shown,) = re.findall(pattern, text, re.M | re.S)
+    if "REWRITE_DOCS" in os.environ:
+        path.write_text(text.replace(shown, made))
+    else:
+        assert shown == made, "write it anew with: REWRITE_DOCS=1 python -m pytest tests/test_docs.py"
 
 
 def diff(folder):
@@ -47,8 +71,7 @@ def test_sections(folder):
 
 @pytest.mark.parametrize("folder", BASES)
 def test_the_diff_is_the_diff(folder):
-    shown = DIFF.findall(sections((ROOT / folder / "README.md").read_text())["What changed"])
-    assert shown == [diff(folder)], "write it anew with: python tests/test_docs.py"
+    hold(ROOT / folder / "README.md", DIFF, diff(folder))
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -88,12 +111,125 @@ def test_commands_name_what_exists(path):
                 assert f'"{option}"' in (ROOT / script[1] / "train.py").read_text(), line
 
 
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_lines_added(folder):
+    paths = [f"{name}/train.py" for name in (FOLDERS[0], folder)]
+    command = ["git", "diff", "--no-index", "-w", "--numstat", *paths]
+    added = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30).stdout.split("\t")[0]
+    hold(READMES[0], rf"^\| \[{folder}\]\({folder}/\) \|[^\n]*\| \d+ \|$", row_with(folder, added or "0"))
+
+
+def row_with(folder, added):
+    row = re.search(rf"^\| \[{folder}\].*\| ", READMES[0].read_text(), re.M)[0]
+    return f"{row}{added} |"
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_the_layout_of_ranks_is_that_of_torchrun(nodes, tmp_path):
+    hold(READMES[0], rf"(?<=^```text\n) +┌[^`]*world size {4 * nodes}\n[^`]*(?=^```$)", layout(nodes, tmp_path))
+
+
+def layout(nodes, folder):
+    """Who is who in a job of so many nodes with four processes each, as torchrun starts it here."""
+    tell = ["--no-python", "bash", "-c", 'echo "$RANK $LOCAL_RANK $WORLD_SIZE"']
+    options = [f"--nnodes={nodes}", "--nproc-per-node=4", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    running = [Running(["torchrun", *options, f"--node-rank={node}", *tell], folder) for node in range(nodes)]
+    told = [sorted(line.split() for line in each.finish().output.splitlines()) for each in running]
+    told = [sorted(lines, key=lambda words: int(words[1])) for lines in told]
+    assert {words[2] for lines in told for words in lines} == {str(4 * nodes)}
+    head = [f"┌──── node {node} ────┐" for node in range(nodes)]
+    rows = [("rank", 0), ("local rank", 1), ("GPU", 1)]
+    lines = ["  ".join([" " * 10, *head])]
+    for name, column in rows:
+        lines.append("  ".join([f"{name:10}", *("".join(f"{words[column]:>4} " for words in node) for node in told)]))
+    lines[1] += f"  world size {4 * nodes}"
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def commands(path):
+    """The commands of a README in order, each with its further lines."""
+    text = "".join(blocks(re.sub(r"(?m)^   (?=\S)", "", path.read_text()), "bash"))
+    return [command.replace("\\\n", "") for command in re.findall(r"(?:.*\\\n)*.+", text)]
+
+
+@pytest.fixture
+def sandbox(tmp_path):
+    """A copy of the repository with few digits, which are its MNIST too."""
+    folder = tmp_path / "copy"
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".?*", "__pycache__", "data", "*.pt"))
+    fewer_digits(folder)
+    (folder / "data").symlink_to("common")
+    (folder / "YOUR_PROJECT").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("path", READMES, ids=label)
+def test_commands_run(path, sandbox):
+    for command in commands(path):
+        if any(re.search(pattern, command) for pattern in NOT_RUN):
+            continue
+        result = run(["bash", "-c", command], sandbox, limit=300)
+        assert result.code == (1 if command.startswith("git diff") else 0), result  # 1: there are differences
+        if re.search(r"(run\.sh|train\.py)( --.*)?$", command) and not command.startswith(("cp", "git")):
+            finished = "which has all 3 epochs" in result.output  # 06, a second time
+            assert finished or float(result.epochs()[-1]["loss"]) < 1, result
+
+
+OWN = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Linear(4, 10)
+    def forward(self, points):
+        return self.weights(points)
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 101
+    def __getitem__(self, index):
+        point = torch.zeros(4)
+        point[index % 4] = 1
+        return point, index % 4
+"""
+
+
+def test_a_copy_takes_a_model_and_a_data_set_of_ones_own(sandbox):
+    """Steps 1 to 3 of README's section, with single samples of another shape."""
+    (copy,) = [command for command in commands(READMES[0]) if command.startswith("cp -r 04")]
+    run(["bash", "-c", f"mkdir my_project && {copy}"], sandbox)
+    edit(
+        sandbox / "my_project",
+        "train.py",
+        ("\n\ndef parse_args", f"\n{OWN}\n\ndef parse_args"),
+        ("ConvNet()", "Net()"),
+        ("load_mnist(args.data_dir)", "Points(), Points()"),
+        ('"collate_fn": tuple, ', '"num_workers": 1, '),
+    )
+    result = run(["bash", "my_project/run.sh", "--epochs", "20", "--lr", "2"], sandbox)
+    assert result.code == 0 and result.epochs()[-1]["accuracy"] == "1.0000", result
+
+
+def test_what_is_not_run_has_a_reason_each():
+    everything = [command for path in READMES for command in commands(path)]
+    for pattern in NOT_RUN:
+        assert any(re.search(pattern, command) for command in everything), pattern
+
+
+PROGRAMS = [path for path in sorted(ROOT.glob("0*/*.py")) if "def parse_args(" in path.read_text()]
+PROGRAMS += sorted(ROOT.glob("0*/run.sh"))
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=label)
+def test_help(path, tmp_path):
+    start = time.monotonic()
+    result = run(["bash" if path.suffix == ".sh" else "python", path, "--help"], tmp_path)
+    assert result.code == 0 and time.monotonic() - start < 15, result
+    options = re.split(r"\n  (?=-)", result.output.split("options:")[1])[1:]
+    assert len(options) > 2
+    for option in options:
+        if " " in option.splitlines()[0].strip() and re.match(r"--[a-z-]+ [A-Z{]", option):  # it takes a value
+            assert "(default: " in " ".join(option.split()), option
+
+
 def test_every_folder_is_in_the_table():
     text = READMES[0].read_text()
     assert all(f"]({folder}/)" in text for folder in FOLDERS)
-
-
-if __name__ == "__main__":
-    for folder in BASES:
-        readme = ROOT / folder / "README.md"
-        readme.write_text(DIFF.sub(lambda _, folder=folder: diff(folder), readme.read_text()))
