@@ -96,8 +96,19 @@ def test_expected_output_has_the_form_of_the_output(folder):
 
 @pytest.mark.parametrize("path", READMES, ids=label)
 def test_links_lead_somewhere(path):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
-        assert target.startswith("https://") or (path.parent / target).exists(), target
+    for target, place in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", path.read_text()):
+        if target.startswith("https://"):
+            continue
+        assert (path.parent / target).exists(), target
+        if place:
+            headings = re.findall(r"^#+ (.*)", (path.parent / target / "README.md").read_text(), re.M)
+            assert place in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], place
+
+
+@pytest.mark.parametrize("path", READMES, ids=label)
+def test_files_that_are_named_exist(path):
+    names = re.findall(r"\b(?:0\d_\w+|common|tests)/[\w/]+\.\w+", path.read_text())
+    assert all((ROOT / name).exists() for name in names), names
 
 
 @pytest.mark.parametrize("path", READMES, ids=label)

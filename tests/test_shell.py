@@ -23,6 +23,12 @@ def test_form(path):
     assert lines[-1].startswith("exec ") and lines[-1].endswith('"$@"')
 
 
+def test_all_keep_the_memory_of_a_step_in_the_same_way():
+    paths = [*LAUNCHERS[:-1], OTHERS[0]]  # 08's is the one in the container
+    lines = {re.search(r"export MALLOC_MMAP_THRESHOLD_=\d+ MALLOC_TRIM_.*", path.read_text())[0] for path in paths}
+    assert len(lines) == 1, lines
+
+
 @pytest.mark.parametrize("path", [*LAUNCHERS, *OTHERS], ids=label)
 def test_bash_and_shellcheck_find_nothing(path):
     subprocess.run(["bash", "-n", path], check=True, timeout=30)

@@ -1,7 +1,6 @@
 """The rows of README's troubleshooting table: reproduced here, or by a test that is named, or why by none."""
 
 import re
-import shutil
 import subprocess
 import sys
 
@@ -171,8 +170,8 @@ def test_too_little_shared_memory_and_enough(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(SHARED_MEMORY)
     for mebibytes, right in ((1, False), (512, True)):
-        mount = f"mount -t tmpfs -o size={mebibytes}m none /dev/shm && exec {shutil.which('python')} program.py"
-        result = run(["unshare", "--mount", "sh", "-c", mount], tmp_path)
+        mount = f'mount -t tmpfs -o size={mebibytes}m none /dev/shm && exec "$0" program.py'
+        result = run(["unshare", "--mount", "sh", "-c", mount, sys.executable], tmp_path)
         if right:
             assert result.output == "batches 8\n", result
         else:
