@@ -81,7 +81,7 @@ def test_three_ranks_that_accumulate():
 def test_killed_while_it_saves():
     result = run([sys.executable, ROOT / "tests/interrupt.py", "kill", 10], ROOT)
     assert result.code == 0, result
-    assert int(re.match(r"10 kills, (\d+) of them in a save; ", result.output)[1]) >= 2, result
+    assert int(re.match(r"10 kills, (\d+) of them in a save; ", result.output)[1]) >= 3, result
 
 
 def test_on_another_number_of_processes(tmp_path):

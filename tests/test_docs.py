@@ -71,7 +71,9 @@ def test_sections(folder):
 
 @pytest.mark.parametrize("folder", BASES)
 def test_the_diff_is_the_diff(folder):
-    hold(ROOT / folder / "README.md", DIFF, diff(folder))
+    readme = ROOT / folder / "README.md"
+    hold(readme, DIFF, diff(folder))
+    assert diff(folder) in sections(readme.read_text())["What changed"]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -145,9 +147,9 @@ def layout(nodes, folder):
     tell = ["--no-python", "bash", "-c", 'echo "$RANK $LOCAL_RANK $WORLD_SIZE"']
     options = [f"--nnodes={nodes}", "--nproc-per-node=4", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     running = [Running(["torchrun", *options, f"--node-rank={node}", *tell], folder) for node in range(nodes)]
-    told = [sorted(line.split() for line in each.finish().output.splitlines()) for each in running]
-    told = [sorted(lines, key=lambda words: int(words[1])) for lines in told]
-    assert {words[2] for lines in told for words in lines} == {str(4 * nodes)}
+    told = [map(str.split, each.finish().output.splitlines()) for each in running]
+    told = [sorted(node, key=lambda words: int(words[1])) for node in told]
+    assert {words[2] for node in told for words in node} == {str(4 * nodes)}
     head = [f"┌──── node {node} ────┐" for node in range(nodes)]
     rows = [("rank", 0), ("local rank", 1), ("GPU", 1)]
     lines = ["  ".join([" " * 10, *head])]
