@@ -1,18 +1,12 @@
 #!/usr/bin/env bash
-# Train in one process, on all GPUs or on the CPU:
+# One process, on all GPUs of this machine or on the CPU:
 #   bash 01_dataparallel/run.sh
-#   bash 01_dataparallel/run.sh --epochs 5 --batch-size 256 --amp
-#   CUDA_VISIBLE_DEVICES=0,1 bash 01_dataparallel/run.sh
+#   bash 01_dataparallel/run.sh --epochs 5 --batch-size 256
+#   CUDA_VISIBLE_DEVICES=0 bash 01_dataparallel/run.sh --amp
 set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+python -c 'import torch' 2>/dev/null ||
+  { echo "run.sh: PyTorch is not installed for this Python: pip install -r requirements.txt" >&2 && exit 1; }
+export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1073741824 # glibc: reuse freed memory
 
-has_torch='import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
-if ! python -c "$has_torch" 2>/dev/null; then
-  requirements=$here/requirements.txt # beside a copy; in the repository, one level up
-  [ -f "$requirements" ] || requirements=${here%/*}/requirements.txt
-  echo "run.sh: no torch for python; run: python3 -m venv .venv && . .venv/bin/activate &&" \
-    "pip install -r '$requirements'" >&2
-  exit 1
-fi
-export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1073741824 # each step reuses the memory of the last
 exec python "$here/train.py" "$@"

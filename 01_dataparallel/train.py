@@ -1,11 +1,12 @@
-"""Train a ConvNet on MNIST in one process: on the CPU, on one GPU or, through DataParallel, on all GPUs of a machine.
+"""Train a ConvNet on MNIST in one process: on the CPU, on one GPU, or on all GPUs of a machine.
 
+    python 01_dataparallel/train.py --epochs 5 --batch-size 256
+    CUDA_VISIBLE_DEVICES=0 python 01_dataparallel/train.py --amp --compile
     bash 01_dataparallel/run.sh
-    python 01_dataparallel/train.py --epochs 5 --batch-size 256 --amp
-    CUDA_VISIBLE_DEVICES=0,1 python 01_dataparallel/train.py
 """
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -13,95 +14,146 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from tqdm import tqdm
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # after this folder, where a copied common/ may be
-from common.data import load_mnist
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # a common/ next to this file wins
+from common.data import already_batched, load_mnist
 from common.model import ConvNet
+
+EVAL_BATCH_SIZE = 250  # images; the accuracy does not depend on it
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(usage="%(prog)s [options]", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=3, help="passes over the training set")
-    parser.add_argument("--batch-size", type=int, default=64, help="images per process and step")
-    parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate for a global batch of 256 images")
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the order of the images")
-    parser.add_argument("--data-dir", type=Path, default="data", help="folder of MNIST, downloaded if need be")
-    parser.add_argument("--output", type=Path, default="mnist.pt", help="file for the trained weights")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if it can be")
-    parser.add_argument("--amp", action="store_true", help="compute in bfloat16 where that is safe")
-    parser.add_argument("--compile", action="store_true", help="compile the model: a slower start, faster steps")
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [options]", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--epochs", type=positive_int, default=3, help="passes over the training set")
+    add("--batch-size", type=positive_int, default=64, help="images per process")
+    add("--lr", type=positive_float, default=0.1, help="peak learning rate for 256 images per step")
+    add("--seed", type=int, default=0, help="random seed for initialisation and shuffling")
+    add("--data-dir", type=Path, default="data", help="MNIST directory; downloaded if missing")
+    add("--output", type=writable_file, default="mnist.pt", help="path of the trained weights")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if available")
+    add("--amp", action="store_true", help="mixed precision: autocast to bfloat16")
+    add("--compile", action="store_true", help="compile the model: slower start, faster steps")
+    add("--check", action="store_true", help="check the options and exit")
     args = parser.parse_args()
-    args.device = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-    for name, value in vars(args).items():
-        if name != "seed" and type(value) in (int, float) and not 0 < value < float("inf"):
-            parser.error(f"--{name.replace('_', '-')} must be above 0")
-    if args.device == "cuda" and torch.cuda.device_count() < 1:
-        parser.error(f"each process needs a GPU, torch finds {torch.cuda.device_count()}: start fewer, or --device cpu")
-    if os.path.isdir(out := args.output) or not os.access(out if os.path.exists(out) else f"{out.parent}/", os.W_OK):
-        parser.error(f"--output {out}: cannot write this file; name one in a folder that exists and is yours")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    gpus = torch.cuda.device_count()
+    if args.device == "cuda" and gpus < 1:
+        parser.error(f"--device cuda needs a GPU per process, and PyTorch finds {gpus}")
+    if args.device == "cuda" and gpus > 1 and (args.amp or args.compile):  # DP-1
+        parser.error("DataParallel has no --amp, --compile: set CUDA_VISIBLE_DEVICES=0 or use DDP")
+    if args.check:
+        parser.exit()
     return args
 
 
 def train(args):
     # 1. Setup
+    use_cuda = args.device == "cuda"
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
 
     # 2. Data
     train_set, test_set = load_mnist(args.data_dir)
     train_sampler = RandomSampler(train_set)
+    test_sampler = SequentialSampler(test_set)
     images_per_epoch = len(train_sampler)
-    loading = {"collate_fn": tuple, "pin_memory": args.device == "cuda"}  # tuple: the sets give whole batches
-    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **loading)
-    test_loader = DataLoader(test_set, 250, **loading)
+    loader_options = {"collate_fn": already_batched, "pin_memory": use_cuda}
+    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **loader_options)
+    test_loader = DataLoader(test_set, EVAL_BATCH_SIZE, sampler=test_sampler, **loader_options)
 
     # 3. Model
     net = ConvNet().to(device, memory_format=torch.channels_last)
-    model = nn.DataParallel(net) if args.device == "cuda" else net  # DP-1: split each batch among the GPUs
-    model = torch.compile(model) if args.compile else model
+    model = net
+    if use_cuda:
+        model = nn.DataParallel(net)  # DP-1: split each batch among the GPUs
+    if args.compile:
+        model = torch.compile(model)
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss()
     global_batch = args.batch_size
-    optimizer = torch.optim.SGD(model.parameters(), args.lr * global_batch / 256, momentum=0.9, nesterov=True)
-    steps = args.epochs * len(train_loader)  # the rate rises for 40 % of them, then falls to 0
-    scheduler = LambdaLR(optimizer, lambda step: min((step + 1) / (steps * 0.4 + 1), (steps - step) / (steps * 0.6)))
+    peak_lr = args.lr * global_batch / 256
+    optimizer = torch.optim.SGD(model.parameters(), peak_lr, momentum=0.9, nesterov=True)
+    total_steps = args.epochs * len(train_loader)
 
     # 5. Train and evaluate
+    steps_done = 0
     for epoch in range(1, args.epochs + 1):
-        start, total_loss = time.perf_counter(), torch.zeros((), device=device)
-        bar = tqdm(train_loader, f"epoch {epoch}/{args.epochs}", leave=False, disable=None)
-        for step, (images, labels) in enumerate(bar):
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        title = f"epoch {epoch}/{args.epochs}"
+        start = time.perf_counter()
+        total_loss = torch.zeros((), dtype=torch.float64, device=device)
+        progress = tqdm(train_loader, title, leave=False, disable=None)
+        for step, (images, labels) in enumerate(progress):
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
                 loss = criterion(model(images), labels)
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # large batches start without a jump
+            total_loss += loss.detach() * len(labels)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # stabilises the warm-up
+            for group in optimizer.param_groups:
+                group["lr"] = peak_lr * warmup_then_decay(steps_done, total_steps)
             optimizer.step()
             optimizer.zero_grad()
-            scheduler.step()
-            total_loss += loss.detach() * len(labels)
-            if step % 50 == 0 and not bar.disable:
-                bar.set_postfix(loss=f"{loss.item():.4f}")
-        loss, seconds = total_loss.item() / images_per_epoch, time.perf_counter() - start
+            steps_done += 1
+            if step % 50 == 0:
+                progress.set_postfix(loss=f"{loss.item():.4f}")
+        mean_loss = total_loss.item() / images_per_epoch
+        seconds = time.perf_counter() - start
         accuracy = evaluate(net, test_loader, device)
-        print(f"epoch {epoch}/{args.epochs}  loss {loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
-              f"{images_per_epoch / seconds:.0f} images/s", flush=True)
+        speed = images_per_epoch / seconds
+        print(f"{title}  loss {mean_loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
+              f"{speed:.0f} images/s", flush=True)
 
     # 6. Save
-    torch.save({name: tensor.cpu() for name, tensor in net.state_dict().items()}, args.output)
+    weights = {name: tensor.cpu() for name, tensor in net.state_dict().items()}
+    torch.save(weights, args.output)
 
 
 @torch.inference_mode()
 def evaluate(model, test_loader, device):
-    """The fraction of the test set that the model classifies correctly; each image counts once."""
+    """Return the fraction of the test set that the model classifies correctly."""
     model.eval()
-    hits = torch.cat([model(images.to(device)).argmax(1) == labels.to(device) for images, labels in test_loader])
+    correct = []
+    for images, labels in test_loader:
+        predictions = model(images.to(device)).argmax(1)
+        correct.append(predictions == labels.to(device))
+    correct = torch.cat(correct)
     model.train()
-    return hits.sum().item() / len(hits)
+    return correct.sum().item() / len(correct)
+
+
+def warmup_then_decay(step, total_steps):
+    """The factor of the peak learning rate: rises over 40 % of the steps, then falls to 0."""
+    return min((step + 1) / (0.4 * total_steps + 1), (total_steps - step) / (0.6 * total_steps))
+
+
+def positive_int(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return number
+
+
+def positive_float(text):
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return number
+
+
+def writable_file(text):
+    path = Path(text)
+    target = path if path.exists() else path.parent
+    if path.is_dir() or not path.parent.is_dir() or not os.access(target, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {path}; name a file in a writable folder")
+    return path
 
 
 def main():

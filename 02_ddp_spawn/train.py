@@ -1,12 +1,15 @@
-"""Train a ConvNet on MNIST in one process a GPU, or in several on the CPU, spawned by this script on one machine.
+"""Train a ConvNet on MNIST with DistributedDataParallel, in processes spawned by this script.
 
-    bash 02_ddp_spawn/run.sh
+    python 02_ddp_spawn/train.py
     python 02_ddp_spawn/train.py --nprocs 2 --epochs 5 --amp
+    bash 02_ddp_spawn/run.sh
 """
 
 import argparse
 import gc  # DDP-1
+import math
 import os
+import signal  # DDP-0
 import sys
 import time
 from datetime import timedelta  # DDP-1
@@ -14,127 +17,187 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist  # DDP-1
-import torch.distributed.nn  # DDP-1: imported later, by DDP, it would keep the group alive past its end
+import torch.distributed.nn  # DDP-1: imported later, its defaults keep the group alive
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # DDP-2
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler  # DDP-3
 from tqdm import tqdm
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # after this folder, where a copied common/ may be
-from common.data import load_mnist
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # a common/ next to this file wins
+from common.data import already_batched, load_mnist
 from common.gather import gather_in_order  # DDP-5
 from common.model import ConvNet
 
+EVAL_BATCH_SIZE = 250  # images; the accuracy does not depend on it
+
 
 def parse_args():
-    parser = argparse.ArgumentParser(usage="%(prog)s [options]", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=3, help="passes over the training set")
-    parser.add_argument("--batch-size", type=int, default=64, help="images per process and step")
-    parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate for a global batch of 256 images")
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the order of the images")
-    parser.add_argument("--data-dir", type=Path, default="data", help="folder of MNIST, downloaded if need be")
-    parser.add_argument("--output", type=Path, default="mnist.pt", help="file for the trained weights")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if it can be")
-    parser.add_argument("--amp", action="store_true", help="compute in bfloat16 where that is safe")
-    parser.add_argument("--compile", action="store_true", help="compile the model: a slower start, faster steps")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for another rank")  # DDP-1
-    parser.add_argument("--nprocs", type=int, default=torch.cuda.device_count() or 2, help="one a GPU, or 2")  # DDP-0
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [options]", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--epochs", type=positive_int, default=3, help="passes over the training set")
+    add("--batch-size", type=positive_int, default=64, help="images per process")
+    add("--lr", type=positive_float, default=0.1, help="peak learning rate for 256 images per step")
+    add("--seed", type=int, default=0, help="random seed for initialisation and shuffling")
+    add("--data-dir", type=Path, default="data", help="MNIST directory; downloaded if missing")
+    add("--output", type=writable_file, default="mnist.pt", help="path of the trained weights")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if available")
+    add("--amp", action="store_true", help="mixed precision: autocast to bfloat16")
+    add("--compile", action="store_true", help="compile the model: slower start, faster steps")
+    add("--timeout", type=positive_int, default=300, help="collective timeout in seconds")  # DDP-1
+    add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # DDP-2
+    nprocs = torch.cuda.device_count() or 2  # DDP-0: one process per GPU
+    add("--nprocs", type=positive_int, default=nprocs, help="processes")
+    add("--check", action="store_true", help="check the options and exit")
     args = parser.parse_args()
-    args.device = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-    for name, value in vars(args).items():
-        if name != "seed" and type(value) in (int, float) and not 0 < value < float("inf"):
-            parser.error(f"--{name.replace('_', '-')} must be above 0")
-    if args.device == "cuda" and torch.cuda.device_count() < args.nprocs:  # DDP-0
-        parser.error(f"each process needs a GPU, torch finds {torch.cuda.device_count()}: start fewer, or --device cpu")
-    if os.path.isdir(out := args.output) or not os.access(out if os.path.exists(out) else f"{out.parent}/", os.W_OK):
-        parser.error(f"--output {out}: cannot write this file; name one in a folder that exists and is yours")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    gpus = torch.cuda.device_count()
+    if args.device == "cuda" and gpus < args.nprocs:  # DDP-0
+        parser.error(f"--device cuda needs a GPU per process, and PyTorch finds {gpus}")
+    if args.device == "cpu" and args.sync_bn:  # DDP-2
+        parser.error("--sync-bn needs GPUs")
+    if args.check:
+        parser.exit()
     return args
 
 
-def train(local_rank, args, port, train_set, test_set):  # DDP-0: what the parent gives to each process
+def train(local_rank, args, port):  # DDP-0
     # 1. Setup
-    device = torch.device(args.device, local_rank)  # DDP-1: one device a process, known before the group is made
-    backend, gpu = ("nccl", device) if args.device == "cuda" else ("gloo", None)
-    torch.cuda.set_device(gpu or -1)  # -1: no GPU
-    store, timeout = dist.TCPStore("127.0.0.1", port), timedelta(seconds=args.timeout)
-    rank, world_size = local_rank, args.nprocs
-    dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout, device_id=gpu)
-    torch.manual_seed(args.seed)
+    use_cuda = args.device == "cuda"
+    if use_cuda:  # DDP-1
+        torch.cuda.set_device(local_rank)  # one device per process, set before init_process_group
+    timeout = timedelta(seconds=args.timeout)
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timeout, store=store,
+                            rank=local_rank, world_size=args.nprocs)
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    device = torch.device(args.device)
+    torch.manual_seed(args.seed + rank)  # DDP-1: dropout
 
     # 2. Data
-    train_sampler = DistributedSampler(train_set, seed=args.seed)  # DDP-3: each rank reads its own shard
-    images_per_epoch = train_sampler.total_size  # DDP-3: of all ranks
-    loading = {"collate_fn": tuple, "pin_memory": args.device == "cuda"}  # tuple: the sets give whole batches
-    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **loading)
-    test_loader = DataLoader(test_set, 250, sampler=DistributedSampler(test_set, shuffle=False), **loading)  # DDP-3
+    train_set, test_set = load_mnist(args.data_dir)
+    train_sampler = DistributedSampler(train_set, seed=args.seed)  # DDP-3: one shard per rank
+    test_sampler = DistributedSampler(test_set, shuffle=False)
+    images_per_epoch = train_sampler.total_size
+    loader_options = {"collate_fn": already_batched, "pin_memory": use_cuda}
+    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **loader_options)
+    test_loader = DataLoader(test_set, EVAL_BATCH_SIZE, sampler=test_sampler, **loader_options)
 
     # 3. Model
     net = ConvNet().to(device, memory_format=torch.channels_last)
-    net = nn.SyncBatchNorm.convert_sync_batchnorm(net) if gpu else net  # DDP-2: over the global batch; CUDA only
-    model = DDP(net, forward_sync_buffers=False, gradient_as_bucket_view=True)  # DDP-2: averages gradients
-    model = torch.compile(model) if args.compile else model
+    if args.sync_bn:  # DDP-2
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    model = DDP(net, device_ids=[local_rank] if use_cuda else None, gradient_as_bucket_view=True)
+    model.broadcast_buffers = False  # but in evaluate()
+    if args.compile:
+        model = torch.compile(model)
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss()
     global_batch = args.batch_size * world_size  # DDP-3
-    optimizer = torch.optim.SGD(model.parameters(), args.lr * global_batch / 256, momentum=0.9, nesterov=True)
-    steps = args.epochs * len(train_loader)  # the rate rises for 40 % of them, then falls to 0
-    scheduler = LambdaLR(optimizer, lambda step: min((step + 1) / (steps * 0.4 + 1), (steps - step) / (steps * 0.6)))
+    peak_lr = args.lr * global_batch / 256
+    optimizer = torch.optim.SGD(model.parameters(), peak_lr, momentum=0.9, nesterov=True)
+    total_steps = args.epochs * len(train_loader)
 
     # 5. Train and evaluate
+    steps_done = 0
     for epoch in range(1, args.epochs + 1):
-        train_sampler.set_epoch(epoch)  # DDP-3: another order each epoch
-        start, total_loss = time.perf_counter(), torch.zeros((), device=device)
-        bar = tqdm(train_loader, f"epoch {epoch}/{args.epochs}", leave=False, disable=rank != 0 or None)  # DDP-4
-        for step, (images, labels) in enumerate(bar):
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        train_sampler.set_epoch(epoch)  # DDP-3: reshuffle
+        title = f"epoch {epoch}/{args.epochs}"
+        start = time.perf_counter()
+        total_loss = torch.zeros((), dtype=torch.float64, device=device)
+        disable = None if rank == 0 else True  # DDP-4: one progress bar
+        progress = tqdm(train_loader, title, leave=False, disable=disable)
+        for step, (images, labels) in enumerate(progress):
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
                 loss = criterion(model(images), labels)
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # large batches start without a jump
+            total_loss += loss.detach() * len(labels)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # stabilises the warm-up
+            for group in optimizer.param_groups:
+                group["lr"] = peak_lr * warmup_then_decay(steps_done, total_steps)
             optimizer.step()
             optimizer.zero_grad()
-            scheduler.step()
-            total_loss += loss.detach() * len(labels)
-            if step % 50 == 0 and not bar.disable:
-                bar.set_postfix(loss=f"{loss.item():.4f}")
-        dist.all_reduce(total_loss)  # DDP-5: the sum of all ranks
-        loss, seconds = total_loss.item() / images_per_epoch, time.perf_counter() - start
+            steps_done += 1
+            if step % 50 == 0:
+                progress.set_postfix(loss=f"{loss.item():.4f}")
+        dist.all_reduce(total_loss)  # DDP-5: sum over all ranks
+        mean_loss = total_loss.item() / images_per_epoch
+        seconds = time.perf_counter() - start
         accuracy = evaluate(net, test_loader, device)
-        if rank == 0:  # DDP-4: one rank speaks for all
-            print(f"epoch {epoch}/{args.epochs}  loss {loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
-                  f"{images_per_epoch / seconds:.0f} images/s", flush=True)
+        speed = images_per_epoch / seconds
+        if rank == 0:  # DDP-4: log on rank 0 only
+            print(f"{title}  loss {mean_loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
+                  f"{speed:.0f} images/s", flush=True)
 
     # 6. Save
-    if rank == 0:  # DDP-4: one rank writes
-        torch.save({name: tensor.cpu() for name, tensor in net.state_dict().items()}, args.output)
+    if rank == 0:  # DDP-4: save on rank 0 only
+        weights = {name: tensor.cpu() for name, tensor in net.state_dict().items()}
+        torch.save(weights, args.output)
 
 
 @torch.inference_mode()
 def evaluate(model, test_loader, device):
-    """The fraction of the test set that the model classifies correctly; each image counts once."""
-    for buffer in model.buffers():  # DDP-5: the running statistics differ from rank to rank; rank 0's are saved
+    """Return the fraction of the test set that the model classifies correctly."""
+    for buffer in model.buffers():  # DDP-5: use rank 0's on all
         dist.broadcast(buffer, src=0)
     model.eval()
-    hits = torch.cat([model(images.to(device)).argmax(1) == labels.to(device) for images, labels in test_loader])
-    hits = gather_in_order(hits, len(test_loader.dataset))  # DDP-5: without the sampler's padding
+    correct = []
+    for images, labels in test_loader:
+        predictions = model(images.to(device)).argmax(1)
+        correct.append(predictions == labels.to(device))
+    correct = torch.cat(correct)
+    correct = gather_in_order(correct, len(test_loader.dataset))  # DDP-5: of all ranks
     model.train()
-    return hits.sum().item() / len(hits)
+    return correct.sum().item() / len(correct)
 
 
-def run(local_rank, *given):  # DDP-0: in each process; spawn puts its number first
-    train(local_rank, *given)
-    gc.collect()  # DDP-1: the model goes before the group does: in the other order some exits abort
+def warmup_then_decay(step, total_steps):
+    """The factor of the peak learning rate: rises over 40 % of the steps, then falls to 0."""
+    return min((step + 1) / (0.4 * total_steps + 1), (total_steps - step) / (0.6 * total_steps))
+
+
+def positive_int(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return number
+
+
+def positive_float(text):
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return number
+
+
+def writable_file(text):
+    path = Path(text)
+    target = path if path.exists() else path.parent
+    if path.is_dir() or not path.parent.is_dir() or not os.access(target, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {path}; name a file in a writable folder")
+    return path
+
+
+def run(local_rank, args, port):  # DDP-0: what each spawned process runs
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Linux sends it when the parent process dies
+    os.environ["LOCAL_RANK"] = str(local_rank)  # load_mnist downloads on local rank 0
+    train(local_rank, args, port)
+    gc.collect()  # DDP-1: free the model before destroying the group, or the exit may abort
     dist.destroy_process_group()
 
 
 def main():
-    args = parse_args()  # DDP-0: share out the cores, load the data once for all, meet at a port that the system picks
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.nprocs)))
-    train_set, test_set = load_mnist(args.data_dir)
+    args = parse_args()  # DDP-0: share the cores, open a store on a free port, start the processes
+    threads = max(1, torch.get_num_threads() // args.nprocs)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    torch.multiprocessing.spawn(run, (args, store.port, train_set, test_set), args.nprocs)
+    torch.multiprocessing.spawn(run, (args, store.port), args.nprocs)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Check that all processes of a job reach each other and compute the same: run it first on a new machine or cluster.
+"""Check that all processes of a job can communicate: run it first on a new machine or cluster.
 
+    torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/selftest.py
     bash 04_ddp_torchrun/run.sh selftest.py
 """
 
@@ -9,91 +10,136 @@ import gc
 import os
 import socket
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, by DDP, it would keep the group alive past its end
+import torch.distributed.nn  # imported later, its defaults keep the process group alive
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # after this folder, where a copied common/ may be
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # a common/ next to this file wins
 from common.gather import all_gather
 from common.model import ConvNet
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(usage="%(prog)s [options]", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if it can be")
-    parser.add_argument("--timeout", type=int, default=60, help="seconds to wait for another rank")
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [options]", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if available")
+    add("--timeout", type=int, default=60, help="time limit of each check in seconds")
+    add("--check", action="store_true", help="check the options and exit")
     args = parser.parse_args()
-    args.device = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     if args.timeout < 1:
-        parser.error("--timeout must be above 0")
+        parser.error("argument --timeout: must be above 0")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    gpus = torch.cuda.device_count()
+    if args.device == "cuda" and gpus < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        parser.error(f"--device cuda needs a GPU per process, and PyTorch finds {gpus}")
+    if args.check:
+        parser.exit()
     if "LOCAL_RANK" not in os.environ:
-        parser.error(f"start it with torchrun: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    if args.device == "cuda" and torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
-        parser.error(f"each process needs a GPU, torch finds {torch.cuda.device_count()}: start fewer, or --device cpu")
+        parser.error(f"run: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
     return args
 
 
-def make_checks(rank, world_size, device, store, group):
-    """The checks by name; each is a function that returns what this rank got and what it must get, two tensors."""
-    rows = torch.arange(1.0, world_size**2 + 1, device=device).view(world_size, world_size)  # row r is rank r's input
+def selftest(args):
+    """Run all checks; every rank that fails one prints a line with the reason and exits with 1."""
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    device = torch.device(args.device)
+    me = f"rank {rank} on {socket.gethostname()}"
+    backend = "gloo"
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "cpu:gloo,cuda:nccl"  # 06 to 08 use both
+    print(f"{me}: {device}, {backend}, world size {world_size}\n", end="", flush=True)  # one write
 
-    def after(collective, *options):
-        result = rows[rank].clone()
-        collective(result, *options)
-        return result
+    table = torch.arange(1.0, world_size**2 + 1).view(world_size, world_size)  # rank r has row r
 
-    def reduce_scatter():
-        result = torch.zeros(1, device=device)
-        dist.reduce_scatter_single(result, rows[rank].clone())
-        return result
+    def join():
+        dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
 
-    def barrier():
-        store.add("selftest/arrived", 1)
-        dist.barrier()
-        return torch.tensor(store.add("selftest/arrived", 0))
+    def all_reduce_sum(device):
+        mine = table[rank].to(device, copy=True)
+        dist.all_reduce(mine)
+        return mine, table.sum(0)
 
-    def ddp_step():
-        torch.manual_seed(0)  # the same weights and images on all ranks; in float64, to leave no doubt about rounding
-        alone = ConvNet().to(device, torch.float64).eval()  # eval, as BatchNorm's batch statistics differ by design
+    def broadcast(device):
+        mine = table[rank].to(device, copy=True)
+        dist.broadcast(mine, src=world_size - 1)
+        return mine, table[-1]
+
+    def all_gather_rows(device):
+        return all_gather(table[rank].to(device)), table
+
+    def reduce_scatter(device):
+        mine = torch.zeros(1, device=device)
+        dist.reduce_scatter_tensor(mine, table[rank].to(device))
+        return mine, table.sum(0)[rank : rank + 1]
+
+    def ddp_step(device):
+        """Compare the averaged gradients with those of one process, in float64."""
+        torch.manual_seed(0)
+        alone = ConvNet().to(device, torch.float64).eval()  # eval: no statistics of the batch
         together = DDP(copy.deepcopy(alone))
         images = torch.rand(4 * world_size, 1, 28, 28, device=device, dtype=torch.float64)
         labels = torch.arange(4 * world_size, device=device) % 10
         F.cross_entropy(alone(images), labels).backward()
-        F.cross_entropy(together(images.chunk(world_size)[rank]), labels.chunk(world_size)[rank]).backward()
-        return [torch.cat([weight.grad.flatten() for weight in net.parameters()]) for net in (together, alone)]
+        shard = slice(4 * rank, 4 * rank + 4)
+        F.cross_entropy(together(images[shard]), labels[shard]).backward()
+        gradients = [
+            torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+            for model in (together, alone)
+        ]
+        return gradients[0], gradients[1]
 
-    return {
-        "join": lambda: (dist.init_process_group(**group) or rows, rows),
-        "all_reduce sum": lambda: (after(dist.all_reduce), rows.sum(0)),
-        "all_reduce mean": lambda: (after(dist.all_reduce, dist.ReduceOp.AVG), rows.mean(0)),
-        "broadcast": lambda: (after(dist.broadcast, world_size - 1), rows[-1]),
-        "all_gather": lambda: (all_gather(rows[rank]), rows),
-        "reduce_scatter": lambda: (reduce_scatter(), rows.sum(0)[rank : rank + 1]),
-        "barrier": lambda: (barrier(), torch.tensor(world_size)),
-        "DDP step": ddp_step,
-    }
+    run_check("join", me, args.timeout, join)
+    for name in dict.fromkeys(("cpu", args.device)):
+        for check in (all_reduce_sum, broadcast, all_gather_rows, reduce_scatter, ddp_step):
+            title = f"{check.__name__.replace('_', ' ')} on {name}"
+            run_check(title, me, args.timeout, check, torch.device(name))
+    report_bandwidth(rank, world_size, device)
+    hosts = [None] * world_size
+    dist.all_gather_object(hosts, socket.gethostname())
+    if rank == 0:
+        names = ", ".join(dict.fromkeys(hosts))
+        print(f"OK: all checks passed on {world_size} ranks on {names}", flush=True)
 
 
-def run_check(check, me):
-    """Run one check; return "" if it passed on this rank, else the reason in one line."""
+def run_check(title, me, timeout, check, *arguments):
+    """Run one check, which may return a result and what it should be; end this process if not."""
+
+    def fail(reason):
+        print(f"FAILED: {title}: {me}: {reason}\n", end="", flush=True)
+        os._exit(1)  # not sys.exit: a thread of the process group may be stuck
+
+    # A plain timer, as NCCL's timeout does not cover the creation of its communicator.
+    timer = threading.Timer(timeout + 10, fail, [f"no answer within {timeout + 10} s"])
+    timer.start()
     try:
-        result, expected = check()
-        passed = torch.allclose(result, expected)
+        answer = check(*arguments)
+        if answer:
+            result, expected = answer
+            difference = (result.cpu() - expected.cpu()).abs().max().item()
+            if not difference < 1e-5:
+                fail(f"wrong by {difference:g}")
     except Exception as error:
-        return f"{me}: {type(error).__name__}: {error}".splitlines()[0]
-    return "" if passed else f"{me}: wrong by up to {(result - expected).abs().max().item():g}"
+        fail(f"{type(error).__name__}: {error}".splitlines()[0])
+    timer.cancel()
 
 
 def report_bandwidth(rank, world_size, device):
-    """Print the median time of an all_reduce, and its bus bandwidth as nccl-tests define it, for a few sizes."""
+    """Print the median time of all_reduce and its bus bandwidth, as nccl-tests define it."""
     for mebibytes in (1, 8, 64):
-        tensor, times = torch.zeros(mebibytes * 2**18, device=device), []
+        tensor = torch.zeros(mebibytes * 2**18, device=device)
+        times = []
         for _ in range(6):
             dist.barrier()
             start = time.perf_counter()
@@ -103,47 +149,14 @@ def report_bandwidth(rank, world_size, device):
         seconds = sorted(times[1:])[2]
         speed = mebibytes * 2**20 / 1e9 / seconds * 2 * (world_size - 1) / world_size
         if rank == 0:
-            print(f"all_reduce {mebibytes:3} MiB  {seconds * 1e3:8.2f} ms  {speed:7.2f} GB/s", flush=True)
-
-
-def selftest(args):
-    """Say what each rank is, run the checks, print one line with the verdict; return whether all ranks passed."""
-    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    device, me = torch.device(args.device, local_rank), f"rank {rank} on {socket.gethostname()}"
-    backend, gpu = ("nccl", device) if args.device == "cuda" else ("gloo", None)
-    print(f"{me}: {device}, {backend}, world size {world_size}\n", end="", flush=True)  # in one piece, as others print
-    torch.cuda.set_device(gpu or -1)  # -1: no GPU
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # so that a stuck collective raises and can be reported
-    group = {"backend": backend, "device_id": gpu, "timeout": timedelta(seconds=args.timeout)}
-    # Verdicts travel through the store, mostly torchrun's, of the group, and not by the collectives that they are about
-    is_master = rank == 0 and os.environ["TORCHELASTIC_USE_AGENT_STORE"] != "True"
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=is_master,
-                          timeout=(6 if rank else 2) * group["timeout"], multi_tenant=True)  # rank 0 is to report first
-    store.set(f"selftest/host/{rank}", socket.gethostname())
-    for name, check in make_checks(rank, world_size, device, store, group).items():
-        reason = run_check(check, me)
-        store.set(f"selftest/{name}/{rank}", reason)
-        try:
-            reasons = [store.get(f"selftest/{name}/{other}").decode() for other in range(world_size)]
-        except dist.DistError:
-            reasons = [reason, f"not every rank answered within {2 * args.timeout} s"]
-        if any(reasons):
-            if rank == 0:
-                print(f"FAILED: {name}: {'; '.join(filter(None, reasons))}", flush=True)
-            return False
-    report_bandwidth(rank, world_size, device)
-    if rank == 0:
-        hosts = dict.fromkeys(store.get(f"selftest/host/{other}").decode() for other in range(world_size))
-        print(f"OK: all checks passed on {world_size} ranks on {', '.join(hosts)}", flush=True)
-    return True
+            print(f"all_reduce {mebibytes:3} MiB  {seconds * 1e3:8.2f} ms  {speed:7.2f} GB/s",
+                  flush=True)
 
 
 def main():
-    passed = selftest(parse_args())
-    gc.collect()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    sys.exit(0 if passed else 1)
+    selftest(parse_args())
+    gc.collect()  # free the model before destroying the group, or the exit may abort
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
