@@ -1,11 +1,17 @@
-"""Train a ConvNet on MNIST in several processes, each with a part of every parameter: fully sharded data parallel.
+r"""Train a ConvNet on MNIST with fully sharded data parallelism (FSDP2): each rank keeps a shard.
 
-    bash 05_model_parallel/run.sh fsdp.py
     torchrun --standalone --nproc-per-node=2 05_model_parallel/fsdp.py --checkpoint fsdp-run1
+    bash 05_model_parallel/run.sh fsdp.py
+
+On two machines, where 10.0.0.1 is an address of the first; on the second with --node-rank=1:
+
+    torchrun --nnodes=2 --node-rank=0 --nproc-per-node=2 --master-addr=10.0.0.1 \
+        05_model_parallel/fsdp.py
 """
 
 import argparse
 import gc
+import math
 import os
 import sys
 import time
@@ -15,134 +21,205 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.distributed.nn  # imported later, it would keep the group alive past its end
+import torch.distributed.nn  # imported later, its defaults keep the process group alive
 from torch import nn
-from torch.distributed.checkpoint import state_dict as distributed
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # after this folder, where a copied common/ may be
-from common.data import load_mnist
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # a common/ next to this file wins
+from common.data import already_batched, load_mnist
 from common.gather import all_gather, gather_in_order
 from common.model import ConvNet
 
+EVAL_BATCH_SIZE = 250  # images; the accuracy does not depend on it
+
 
 def parse_args():
-    parser = argparse.ArgumentParser(usage="%(prog)s [options]", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=3, help="passes over the training set")
-    parser.add_argument("--batch-size", type=int, default=64, help="images per process and step")
-    parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate for a global batch of 256 images")
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the order of the images")
-    parser.add_argument("--data-dir", type=Path, default="data", help="folder of MNIST, downloaded if need be")
-    parser.add_argument("--output", type=Path, default="mnist.pt", help="file for the trained weights")
-    parser.add_argument("--checkpoint", type=Path, help="folder to save each epoch in, and to go on from")  # MP-5
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if it can be")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for another rank")
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [options]", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--epochs", type=positive_int, default=3, help="passes over the training set")
+    add("--batch-size", type=positive_int, default=64, help="images per process")
+    add("--lr", type=positive_float, default=0.1, help="peak learning rate for 256 images per step")
+    add("--seed", type=int, default=0, help="random seed for initialisation and shuffling")
+    add("--data-dir", type=Path, default="data", help="MNIST directory; downloaded if missing")
+    add("--output", type=writable_file, default="mnist.pt", help="path of the trained weights")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if available")
+    add("--checkpoint", type=Path, help="directory that all nodes share")  # MP-5
+    add("--timeout", type=positive_int, default=300, help="collective timeout in seconds")
+    add("--check", action="store_true", help="check the options and exit")
     args = parser.parse_args()
-    args.device = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-    for name, value in vars(args).items():
-        if name != "seed" and type(value) in (int, float) and not 0 < value < float("inf"):
-            parser.error(f"--{name.replace('_', '-')} must be above 0")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    gpus = torch.cuda.device_count()
+    if args.device == "cuda" and gpus < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        parser.error(f"--device cuda needs a GPU per process, and PyTorch finds {gpus}")
+    if args.checkpoint and not os.access(args.checkpoint.parent, os.W_OK):
+        parser.error(f"--checkpoint: cannot write {args.checkpoint}")
+    if args.check:
+        parser.exit()
     if "LOCAL_RANK" not in os.environ:
-        parser.error(f"start it with torchrun: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    if args.device == "cuda" and torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
-        parser.error(f"each process needs a GPU, torch finds {torch.cuda.device_count()}: start fewer, or --device cpu")
-    if os.path.isdir(out := args.output) or not os.access(out if os.path.exists(out) else f"{out.parent}/", os.W_OK):
-        parser.error(f"--output {out}: cannot write this file; name one in a folder that exists and is yours")
-    if args.checkpoint and not os.access(f"{args.checkpoint.parent}/", os.W_OK):
-        parser.error(f"--checkpoint {args.checkpoint}: cannot write there; name a folder in one that is yours")
+        parser.error(f"run: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
     return args
 
 
 def train(args):
     # 1. Setup
-    local_rank = int(os.environ["LOCAL_RANK"])  # one device a process, known before the group is made
-    device = torch.device(args.device, local_rank)
-    backend, gpu = ("nccl", device) if args.device == "cuda" else ("gloo", None)
-    torch.cuda.set_device(gpu or -1)  # -1: no GPU
-    dist.init_process_group(backend, device_id=gpu, timeout=timedelta(seconds=args.timeout))
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    use_cuda = args.device == "cuda"
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if use_cuda:
+        torch.cuda.set_device(local_rank)  # one device per process, set before init_process_group
+    timeout = timedelta(seconds=args.timeout)
+    dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timeout)
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    device = torch.device(args.device)
     torch.manual_seed(args.seed)
 
     # 2. Data
     train_set, test_set = load_mnist(args.data_dir)
     train_sampler = DistributedSampler(train_set, seed=args.seed)
+    test_sampler = DistributedSampler(test_set, shuffle=False)
     images_per_epoch = train_sampler.total_size
-    loading = {"collate_fn": tuple, "pin_memory": args.device == "cuda"}  # tuple: the sets give whole batches
-    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **loading)
-    test_loader = DataLoader(test_set, 250, sampler=DistributedSampler(test_set, shuffle=False), **loading)
+    loader_options = {"collate_fn": already_batched, "pin_memory": use_cuda}
+    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **loader_options)
+    test_loader = DataLoader(test_set, EVAL_BATCH_SIZE, sampler=test_sampler, **loader_options)
 
     # 3. Model
     mesh = init_device_mesh(args.device, (world_size,))
-    net = ConvNet()
-    for part in (net.layer1, net.layer2, net.fc, net):  # MP-1: each rank keeps a slice of all tensors of a part, and
-        fully_shard(part, mesh=mesh)  # MP-2: gathers the rest just before the part computes, then drops it again
+    model = ConvNet()  # equal on all ranks by the seed, as fully_shard does not broadcast
+    for part in (model.layer1, model.layer2, model.fc, model):
+        fully_shard(part, mesh=mesh)  # MP-1, MP-2: keep a shard, all-gather the part to compute it
 
     # 4. Loss and optimizer
+    criterion = nn.CrossEntropyLoss()
     global_batch = args.batch_size * world_size
-    optimizer = torch.optim.SGD(net.parameters(), args.lr * global_batch / 256, momentum=0.9, nesterov=True)
-    steps = args.epochs * len(train_loader)  # the rate rises for 40 % of them, then falls to 0
-    scheduler = LambdaLR(optimizer, lambda step: min((step + 1) / (steps * 0.4 + 1), (steps - step) / (steps * 0.6)))
-    saved = args.checkpoint.glob("epoch-*/.metadata") if args.checkpoint else []  # MP-5: which is written last
-    if done := max((int(path.parent.name.removeprefix("epoch-")) for path in saved), default=0):
-        state = dict(zip(("model", "optim"), distributed.get_state_dict(net, optimizer), strict=True))
-        dcp.load(state, checkpoint_id=args.checkpoint / f"epoch-{done}")  # MP-5: on any number of ranks
-        distributed.set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-        scheduler.last_epoch = done * len(train_loader) - 1
-        scheduler.step()
-    held = all_gather(torch.tensor(sum(parameter.to_local().nbytes for parameter in net.parameters()), device=device))
+    peak_lr = args.lr * global_batch / 256
+    optimizer = torch.optim.SGD(model.parameters(), peak_lr, momentum=0.9, nesterov=True)
+    total_steps = args.epochs * len(train_loader)
+    epochs_done = 0
+    if args.checkpoint:  # MP-5: resume from the last complete one, on any number of ranks
+        complete = args.checkpoint.glob("epoch-*/.metadata")  # this file is written last
+        epochs_done = max((int(path.parent.name.split("-")[1]) for path in complete), default=0)
+        agreed = torch.tensor(epochs_done, device=device)
+        dist.broadcast(agreed, src=0)
+        epochs_done = agreed.item()
+    if epochs_done:
+        load_sharded(args.checkpoint / f"epoch-{epochs_done}", model, optimizer)
+    shard = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    shards = all_gather(torch.tensor(shard, device=device)).tolist()
     if rank == 0:
-        print(f"bytes of parameters on each rank: {', '.join(map(str, held.tolist()))}; epochs done: {done}")
+        print(f"bytes of parameters per rank: {shards}; epochs done: {epochs_done}", flush=True)
 
     # 5. Train and evaluate
-    for epoch in range(done + 1, args.epochs + 1):
+    steps_done = epochs_done * len(train_loader)
+    for epoch in range(epochs_done + 1, args.epochs + 1):
         train_sampler.set_epoch(epoch)
-        start, total_loss = time.perf_counter(), torch.zeros((), device=device)
-        for images, labels in tqdm(train_loader, f"epoch {epoch}/{args.epochs}", leave=False, disable=rank > 0 or None):
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss = nn.functional.cross_entropy(net(images), labels)
-            loss.backward()  # MP-2: gathers again, and leaves each rank its slice of the averaged gradients
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)  # large batches start without a jump
+        title = f"epoch {epoch}/{args.epochs}"
+        start = time.perf_counter()
+        total_loss = torch.zeros((), dtype=torch.float64, device=device)
+        disable = None if rank == 0 else True  # one progress bar
+        progress = tqdm(train_loader, title, leave=False, disable=disable)
+        for step, (images, labels) in enumerate(progress):
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
+            loss = criterion(model(images), labels)
+            loss.backward()  # MP-2: all-gathers again, then averages and shards the gradients
+            total_loss += loss.detach() * len(labels)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # stabilises the warm-up
+            for group in optimizer.param_groups:
+                group["lr"] = peak_lr * warmup_then_decay(steps_done, total_steps)
             optimizer.step()
             optimizer.zero_grad()
-            scheduler.step()
-            total_loss += loss.detach() * len(labels)
+            steps_done += 1
+            if step % 50 == 0:
+                progress.set_postfix(loss=f"{loss.item():.4f}")
         dist.all_reduce(total_loss)
-        loss, seconds = total_loss.item() / images_per_epoch, time.perf_counter() - start
-        accuracy = evaluate(net, test_loader, device)
+        mean_loss = total_loss.item() / images_per_epoch
+        seconds = time.perf_counter() - start
+        accuracy = evaluate(model, test_loader, device)
+        speed = images_per_epoch / seconds
         if rank == 0:
-            print(f"epoch {epoch}/{args.epochs}  loss {loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
-                  f"{images_per_epoch / seconds:.0f} images/s", flush=True)
-        if args.checkpoint:
-            state = dict(zip(("model", "optim"), distributed.get_state_dict(net, optimizer), strict=True))
-            dcp.save(state, checkpoint_id=args.checkpoint / f"epoch-{epoch}")  # MP-5: each rank writes its slices
+            print(f"{title}  loss {mean_loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
+                  f"{speed:.0f} images/s", flush=True)
+        if args.checkpoint:  # MP-5: every rank writes its shard
+            save_sharded(args.checkpoint / f"epoch-{epoch}", model, optimizer)
 
     # 6. Save
-    options = distributed.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    whole = distributed.get_model_state_dict(net, options=options)  # MP-5: all slices, in rank 0's memory
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)  # MP-5: complete, on rank 0
     if rank == 0:
-        torch.save(whole, args.output)
-    mesh._pg_registry.clear()  # caches keep the mesh for good, and with it the group's threads: some exits would abort
+        torch.save(weights, args.output)
+
+
+def save_sharded(path, model, optimizer):
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+
+
+def load_sharded(path, model, optimizer):
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)  # in place
+    set_state_dict(
+        model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
+    )
 
 
 @torch.no_grad()
 def evaluate(model, test_loader, device):
-    """The fraction of the test set that the model classifies correctly; each image counts once."""
-    for buffer in model.buffers():  # the running statistics differ from rank to rank; rank 0's are saved
+    """Return the fraction of the test set that the model classifies correctly."""
+    for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()
-    hits = torch.cat([model(images.to(device)).argmax(1) == labels.to(device) for images, labels in test_loader])
-    hits = gather_in_order(hits, len(test_loader.dataset))  # without the sampler's padding
+    correct = []
+    for images, labels in test_loader:
+        predictions = model(images.to(device)).argmax(1)
+        correct.append(predictions == labels.to(device))
+    correct = torch.cat(correct)
+    correct = gather_in_order(correct, len(test_loader.dataset))
     model.train()
-    return hits.sum().item() / len(hits)
+    return correct.sum().item() / len(correct)
+
+
+def warmup_then_decay(step, total_steps):
+    """The factor of the peak learning rate: rises over 40 % of the steps, then falls to 0."""
+    return min((step + 1) / (0.4 * total_steps + 1), (total_steps - step) / (0.6 * total_steps))
+
+
+def positive_int(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return number
+
+
+def positive_float(text):
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return number
+
+
+def writable_file(text):
+    path = Path(text)
+    target = path if path.exists() else path.parent
+    if path.is_dir() or not path.parent.is_dir() or not os.access(target, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {path}; name a file in a writable folder")
+    return path
 
 
 def main():
     train(parse_args())
-    gc.collect()  # the model goes before the group does: in the other order some exits abort
+    gc.collect()  # free the model before destroying the group, or the exit may abort
     dist.destroy_process_group()
 
 

@@ -1,10 +1,12 @@
-"""Train a ConvNet on MNIST, cut in two parts that two processes compute, several parts of a batch at once.
+"""Train a ConvNet on MNIST as a pipeline of two stages, on two processes, in micro-batches.
 
-    bash 05_model_parallel/run.sh pipeline.py --schedule 1f1b --chunks 8
+    torchrun --standalone --nproc-per-node=2 05_model_parallel/pipeline.py --schedule 1f1b
+    bash 05_model_parallel/run.sh pipeline.py --chunks 8
 """
 
 import argparse
 import gc
+import math
 import os
 import sys
 import time
@@ -13,136 +15,199 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, it would keep the group alive past its end
+import torch.distributed.nn  # imported later, its defaults keep the process group alive
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from tqdm import tqdm
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # after this folder, where a copied common/ may be
-from common.data import load_mnist
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # a common/ next to this file wins
+from common.data import already_batched, load_mnist
 from common.model import ConvNet
+
+EVAL_BATCH_SIZE = 250  # images; the accuracy does not depend on it
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(usage="%(prog)s [options]", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=3, help="passes over the training set")
-    parser.add_argument("--batch-size", type=int, default=64, help="images per step, which pass through both processes")
-    parser.add_argument("--chunks", type=int, default=4, help="parts of a batch that follow each other")  # MP-3
-    parser.add_argument("--schedule", choices=("gpipe", "1f1b"), default="gpipe", help="what is next")  # MP-3
-    parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate for a global batch of 256 images")
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the order of the images")
-    parser.add_argument("--data-dir", type=Path, default="data", help="folder of MNIST, downloaded if need be")
-    parser.add_argument("--output", type=Path, default="mnist.pt", help="file for the trained weights")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if it can be")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for another rank")
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [options]", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--epochs", type=positive_int, default=3, help="passes over the training set")
+    add("--batch-size", type=positive_int, default=64, help="images per step")
+    add("--chunks", type=positive_int, default=4, help="micro-batches per step")  # MP-3
+    add("--schedule", choices=("gpipe", "1f1b"), default="gpipe", help="order of the micro-batches")
+    add("--lr", type=positive_float, default=0.1, help="peak learning rate for 256 images per step")
+    add("--seed", type=int, default=0, help="random seed for initialisation and shuffling")
+    add("--data-dir", type=Path, default="data", help="MNIST directory; downloaded if missing")
+    add("--output", type=writable_file, default="mnist.pt", help="path of the trained weights")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if available")
+    add("--timeout", type=positive_int, default=300, help="collective timeout in seconds")
+    add("--check", action="store_true", help="check the options and exit")
     args = parser.parse_args()
-    args.device = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-    for name, value in vars(args).items():
-        if name != "seed" and type(value) in (int, float) and not 0 < value < float("inf"):
-            parser.error(f"--{name.replace('_', '-')} must be above 0")
-    if "LOCAL_RANK" not in os.environ:
-        parser.error(f"start it with torchrun: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    gpus = torch.cuda.device_count()
+    if args.device == "cuda" and gpus < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        parser.error(f"--device cuda needs a GPU per process, and PyTorch finds {gpus}")
     if args.batch_size % args.chunks:  # MP-3
-        parser.error(f"--batch-size {args.batch_size} cannot be cut into {args.chunks} equal --chunks")
-    if int(os.environ["WORLD_SIZE"]) != 2:  # MP-1
-        parser.error(f"the network is cut in 2 parts: start 2 processes, not {os.environ['WORLD_SIZE']}")
-    if args.device == "cuda" and torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
-        parser.error(f"each process needs a GPU, torch finds {torch.cuda.device_count()}: start fewer, or --device cpu")
-    if os.path.isdir(out := args.output) or not os.access(out if os.path.exists(out) else f"{out.parent}/", os.W_OK):
-        parser.error(f"--output {out}: cannot write this file; name one in a folder that exists and is yours")
+        parser.error(f"--batch-size {args.batch_size} cannot be split into {args.chunks} --chunks")
+    if int(os.environ.get("WORLD_SIZE", 2)) != 2:  # MP-1
+        parser.error(f"the network has 2 stages: start 2 processes, not {os.environ['WORLD_SIZE']}")
+    if args.check:
+        parser.exit()
+    if "LOCAL_RANK" not in os.environ:
+        parser.error(f"run: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
     return args
 
 
 def train(args):
     # 1. Setup
-    local_rank = int(os.environ["LOCAL_RANK"])  # one device a process, known before the group is made
-    device = torch.device(args.device, local_rank)
-    backend, gpu = ("nccl", device) if args.device == "cuda" else ("gloo", None)
-    torch.cuda.set_device(gpu or -1)  # -1: no GPU
-    dist.init_process_group(backend, device_id=gpu, timeout=timedelta(seconds=args.timeout))
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    use_cuda = args.device == "cuda"
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if use_cuda:
+        torch.cuda.set_device(local_rank)  # one device per process, set before init_process_group
+    timeout = timedelta(seconds=args.timeout)
+    dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timeout)
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    device = torch.device(args.device)
     torch.manual_seed(args.seed)
 
     # 2. Data
     train_set, test_set = load_mnist(args.data_dir)
-    train_sampler = DistributedSampler(train_set, num_replicas=1, rank=0, seed=args.seed)  # MP-4: both read all images
-    loading = {"collate_fn": tuple, "pin_memory": args.device == "cuda"}  # tuple: the sets give whole batches
-    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, drop_last=True, **loading)  # MP-3
-    test_loader = DataLoader(test_set, 250, **loading)
+    generator = torch.Generator().manual_seed(args.seed)
+    train_sampler = RandomSampler(train_set, generator=generator)  # MP-4: all images
+    test_sampler = SequentialSampler(test_set)
+    loader_options = {"collate_fn": already_batched, "pin_memory": use_cuda}
+    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, drop_last=True,
+                              **loader_options)  # MP-3: the sizes of the micro-batches are fixed
+    test_loader = DataLoader(test_set, EVAL_BATCH_SIZE, sampler=test_sampler, **loader_options)
     images_per_epoch = len(train_loader) * args.batch_size
 
     # 3. Model
     net = ConvNet()
-    if rank == 0:  # MP-1: each rank keeps one part, with the names of the whole
+    if rank == 0:  # MP-1: each rank keeps one stage, with the names of the whole network
         del net.layer2, net.fc
-        model = nn.Sequential(net.layer1, nn.Flatten())  # MP-2: memory is sent as it lies, so not as channels_last
+        model = nn.Sequential(net.layer1, nn.Flatten())
     else:
         del net.layer1
         model = nn.Sequential(nn.Unflatten(1, (16, 14, 14)), net.layer2, nn.Flatten(), net.fc)
-    chunk = args.batch_size // args.chunks  # MP-2: what goes in, is sent on, comes out; a stage not told of it tries it
-    shapes = (chunk, 1, 28, 28), (chunk, 16 * 14 * 14), (chunk, 10)  # out with empty memory, and that spoils BatchNorm
-    ends = [torch.empty(shape, device=device, requires_grad=shape != shapes[0]) for shape in shapes]
-    stage = PipelineStage(model.to(device), rank, world_size, device, ends[rank], ends[rank + 1])
+    model.to(device)
+    # MP-2: what each stage receives and returns. Without these examples, PipelineStage would infer
+    # the shapes by a trial run, which counts in BatchNorm's statistics.
+    size = args.batch_size // args.chunks
+    images = torch.empty(size, 1, 28, 28, device=device)
+    hidden = torch.empty(size, 16 * 14 * 14, device=device, requires_grad=True)
+    scores = torch.empty(size, 10, device=device, requires_grad=True)
+    if rank == 0:
+        stage = PipelineStage(model, 0, world_size, device, images, hidden)
+    else:
+        stage = PipelineStage(model, 1, world_size, device, hidden, scores)
 
     # 4. Loss and optimizer
-    schedule = (ScheduleGPipe if args.schedule == "gpipe" else Schedule1F1B)(stage, args.chunks, nn.CrossEntropyLoss())
-    optimizer = torch.optim.SGD(model.parameters(), args.lr * args.batch_size / 256, momentum=0.9, nesterov=True)
-    steps = args.epochs * len(train_loader)  # the rate rises for 40 % of them, then falls to 0
-    scheduler = LambdaLR(optimizer, lambda step: min((step + 1) / (steps * 0.4 + 1), (steps - step) / (steps * 0.6)))
+    criterion = nn.CrossEntropyLoss()
+
+    def loss_share(scores, labels):  # MP-3: the losses of the micro-batches add up to the mean
+        return criterion(scores, labels) / args.chunks
+
+    schedules = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+    schedule = schedules[args.schedule](stage, args.chunks, loss_share)
+    schedule.scale_grads = False  # which torch 2.6 does not have, and later versions do by default
+    global_batch = args.batch_size
+    peak_lr = args.lr * global_batch / 256
+    optimizer = torch.optim.SGD(model.parameters(), peak_lr, momentum=0.9, nesterov=True)
+    total_steps = args.epochs * len(train_loader)
 
     # 5. Train and evaluate
+    steps_done = 0
     for epoch in range(1, args.epochs + 1):
-        train_sampler.set_epoch(epoch)
-        start, total_loss = time.perf_counter(), torch.zeros((), device=device)
-        for images, labels in tqdm(train_loader, f"epoch {epoch}/{args.epochs}", leave=False, disable=rank > 0 or None):
-            losses = []  # of the chunks, on the last rank
+        title = f"epoch {epoch}/{args.epochs}"
+        start = time.perf_counter()
+        total_loss = torch.zeros((), dtype=torch.float64, device=device)
+        disable = None if rank == 0 else True  # one progress bar
+        progress = tqdm(train_loader, title, leave=False, disable=disable)
+        for images, labels in progress:
             if rank == 0:
                 schedule.step(images.to(device, non_blocking=True))
             else:
+                losses = []  # one per micro-batch
                 schedule.step(target=labels.to(device, non_blocking=True), losses=losses)
-            squares = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]) ** 2
-            dist.all_reduce(squares)  # MP-1: the norm is that of both parts
-            nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, squares.sqrt())  # for a start without a jump
+                total_loss += torch.stack(losses).detach().sum() * len(labels)
+            gradients = [parameter.grad for parameter in model.parameters()]
+            squared_norm = nn.utils.get_total_norm(gradients) ** 2
+            dist.all_reduce(squared_norm)  # MP-1: the norm of both stages' gradients
+            nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, squared_norm.sqrt())
+            for group in optimizer.param_groups:
+                group["lr"] = peak_lr * warmup_then_decay(steps_done, total_steps)
             optimizer.step()
             optimizer.zero_grad()
-            scheduler.step()
-            total_loss += sum(loss.detach() for loss in losses) * (args.batch_size / args.chunks)
+            steps_done += 1
         dist.all_reduce(total_loss)
-        loss, seconds = total_loss.item() / images_per_epoch, time.perf_counter() - start
+        mean_loss = total_loss.item() / images_per_epoch
+        seconds = time.perf_counter() - start
         accuracy = evaluate(model, test_loader, device)
+        speed = images_per_epoch / seconds
         if rank == 0:
-            print(f"epoch {epoch}/{args.epochs}  loss {loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
-                  f"{images_per_epoch / seconds:.0f} images/s", flush=True)
+            print(f"{title}  loss {mean_loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
+                  f"{speed:.0f} images/s", flush=True)
 
     # 6. Save
-    states = [None] * world_size
-    dist.all_gather_object(states, {name: tensor.cpu() for name, tensor in net.state_dict().items()})  # MP-5
+    weights = {name: tensor.cpu() for name, tensor in net.state_dict().items()}
+    stages = [None] * world_size
+    dist.all_gather_object(stages, weights)  # MP-5
     if rank == 0:
-        torch.save(states[0] | states[1], args.output)
+        torch.save(stages[0] | stages[1], args.output)
 
 
 @torch.inference_mode()
 def evaluate(model, test_loader, device):
-    """The fraction of the test set that both parts classify correctly; each image counts once."""
-    hits = torch.zeros((), dtype=torch.int64, device=device)
+    """Return the fraction of the test set that both stages together classify correctly."""
     model.eval()
+    correct = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in test_loader:
         if dist.get_rank() == 0:
-            dist.send(model(images.to(device)), dst=1)  # MP-2: no schedule, as nothing comes back
+            dist.send(model(images.to(device)), dst=1)  # MP-2
         else:
             hidden = torch.empty(len(images), 16 * 14 * 14, device=device)
             dist.recv(hidden, src=0)
-            hits += (model(hidden).argmax(1) == labels.to(device)).sum()
-    dist.all_reduce(hits)  # MP-5: the first part's are 0
+            predictions = model(hidden).argmax(1)
+            correct += (predictions == labels.to(device)).sum()
+    dist.all_reduce(correct)  # MP-5: 0 on rank 0
     model.train()
-    return hits.item() / len(test_loader.dataset)
+    return correct.item() / len(test_loader.dataset)
+
+
+def warmup_then_decay(step, total_steps):
+    """The factor of the peak learning rate: rises over 40 % of the steps, then falls to 0."""
+    return min((step + 1) / (0.4 * total_steps + 1), (total_steps - step) / (0.6 * total_steps))
+
+
+def positive_int(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return number
+
+
+def positive_float(text):
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return number
+
+
+def writable_file(text):
+    path = Path(text)
+    target = path if path.exists() else path.parent
+    if path.is_dir() or not path.parent.is_dir() or not os.access(target, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {path}; name a file in a writable folder")
+    return path
 
 
 def main():
     train(parse_args())
-    gc.collect()  # the model goes before the group does: in the other order some exits abort
+    gc.collect()  # free the model before destroying the group, or the exit may abort
     dist.destroy_process_group()
 
 

@@ -1,11 +1,13 @@
-"""Train a ConvNet on MNIST, cut by hand in two parts on two devices; in several processes also data parallel.
+"""Train a ConvNet on MNIST, split by hand across two devices; more processes train copies with DDP.
 
+    torchrun --standalone --nproc-per-node=1 05_model_parallel/train.py --devices cuda:0,cuda:1
+    torchrun --standalone --nproc-per-node=2 05_model_parallel/train.py --devices cpu,cpu,cpu,cpu
     bash 05_model_parallel/run.sh
-    torchrun --standalone --nproc-per-node=1 05_model_parallel/train.py --devices cuda:0,cuda:1 --chunks 4
 """
 
 import argparse
 import gc
+import math
 import os
 import sys
 import time
@@ -14,63 +16,75 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, by DDP, it would keep the group alive past its end
+import torch.distributed.nn  # imported later, its defaults keep the process group alive
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # after this folder, where a copied common/ may be
-from common.data import load_mnist
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # a common/ next to this file wins
+from common.data import already_batched, load_mnist
 from common.gather import gather_in_order
 from common.model import ConvNet
 
+EVAL_BATCH_SIZE = 250  # images; the accuracy does not depend on it
+
 
 def parse_args():
-    parser = argparse.ArgumentParser(usage="%(prog)s [options]", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=3, help="passes over the training set")
-    parser.add_argument("--batch-size", type=int, default=64, help="images per process and step")
-    parser.add_argument("--chunks", type=int, default=4, help="parts of a batch that follow each other")  # MP-3
-    parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate for a global batch of 256 images")
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the order of the images")
-    parser.add_argument("--data-dir", type=Path, default="data", help="folder of MNIST, downloaded if need be")
-    parser.add_argument("--output", type=Path, default="mnist.pt", help="file for the trained weights")
-    parser.add_argument("--devices", default="auto", help="two per process, as in cuda:0,cuda:1 or cpu,cpu")  # MP-1
-    parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for another rank")
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [options]", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--epochs", type=positive_int, default=3, help="passes over the training set")
+    add("--batch-size", type=positive_int, default=64, help="images per process")
+    add("--chunks", type=positive_int, default=4, help="micro-batches per step")  # MP-3
+    add("--lr", type=positive_float, default=0.1, help="peak learning rate for 256 images per step")
+    add("--seed", type=int, default=0, help="random seed for initialisation and shuffling")
+    add("--data-dir", type=Path, default="data", help="MNIST directory; downloaded if missing")
+    add("--output", type=writable_file, default="mnist.pt", help="path of the trained weights")
+    add("--devices", default="auto", help="two per process: cuda:0,cuda:1 or cpu,cpu")  # MP-1
+    add("--timeout", type=positive_int, default=300, help="collective timeout in seconds")
+    add("--check", action="store_true", help="check the options and exit")
     args = parser.parse_args()
-    for name, value in vars(args).items():
-        if name != "seed" and type(value) in (int, float) and not 0 < value < float("inf"):
-            parser.error(f"--{name.replace('_', '-')} must be above 0")
-    if "LOCAL_RANK" not in os.environ:
-        parser.error(f"start it with torchrun: torchrun --standalone --nproc-per-node=1 {sys.argv[0]}")
     if args.batch_size % args.chunks:  # MP-3
-        parser.error(f"--batch-size {args.batch_size} cannot be cut into {args.chunks} equal --chunks")
-    gpus, needed = torch.cuda.device_count(), 2 * int(os.environ["LOCAL_WORLD_SIZE"])  # MP-1: two devices a process
-    names = [f"cuda:{index}" for index in range(needed)] if gpus >= needed else ["cpu"] * needed
-    names = args.devices.split(",") if args.devices != "auto" else names
-    if len(names) != needed or not ({*names} <= {f"cuda:{index}" for index in range(gpus)} or set(names) == {"cpu"}):
-        parser.error(f"--devices {args.devices}: name {needed}, all cpu or all from cuda:0 on; torch finds {gpus} GPUs")
-    args.devices = [torch.device(name) for name in names[2 * int(os.environ["LOCAL_RANK"]) :][:2]]
-    if os.path.isdir(out := args.output) or not os.access(out if os.path.exists(out) else f"{out.parent}/", os.W_OK):
-        parser.error(f"--output {out}: cannot write this file; name one in a folder that exists and is yours")
+        parser.error(f"--batch-size {args.batch_size} cannot be split into {args.chunks} --chunks")
+    gpus = torch.cuda.device_count()
+    needed = 2 * int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # MP-1: on this machine
+    names = args.devices.split(",")
+    if args.devices == "auto" and gpus >= needed:
+        names = [f"cuda:{index}" for index in range(needed)]
+    elif args.devices == "auto":
+        names = ["cpu"] * needed
+    all_cuda = set(names) <= {f"cuda:{index}" for index in range(gpus)}
+    all_cpu = set(names) == {"cpu"}
+    if len(names) != needed or not (all_cuda or all_cpu):
+        parser.error(f"--devices {args.devices}: name {needed}, all cpu or all among {gpus} GPUs")
+    if args.check:
+        parser.exit()
+    if "LOCAL_RANK" not in os.environ:
+        parser.error(f"run: torchrun --standalone --nproc-per-node=1 {sys.argv[0]}")
+    if args.devices == "auto" and gpus > 0 and all_cpu and os.environ["RANK"] == "0":
+        print(f"training on the CPU: it needs {needed} GPUs, and PyTorch finds {gpus}", flush=True)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    args.devices = [torch.device(name) for name in names[2 * local_rank : 2 * local_rank + 2]]
     return args
 
 
 class SplitConvNet(ConvNet):
-    """A ConvNet on two devices: images [N, 1, 28, 28] on the first to class scores [N, 10] on the second."""
+    """A ConvNet on two devices: [N, 1, 28, 28] on the first to scores [N, 10] on the second."""
 
     def __init__(self, devices, chunks):
         super().__init__()
-        self.devices, self.chunks = devices, chunks
-        self.layer1.to(devices[0], memory_format=torch.channels_last)  # MP-1: two parts, with the names of the whole
+        self.devices = devices
+        self.chunks = chunks
+        self.layer1.to(devices[0], memory_format=torch.channels_last)  # MP-1
         self.layer2.to(devices[1], memory_format=torch.channels_last)
         self.fc.to(devices[1])
 
     def forward(self, images):
         scores = []
-        for chunk in images.chunk(self.chunks):  # MP-3: GPUs queue their work: the first is at the next chunk already
-            hidden = self.layer1(chunk).to(self.devices[1])  # MP-2: backward() sends the gradient the other way
+        for micro_batch in images.chunk(self.chunks):  # MP-3: the first GPU starts on the next one
+            hidden = self.layer1(micro_batch).to(self.devices[1])  # MP-2: and its gradient back
             scores.append(self.fc(self.layer2(hidden).flatten(1)))
         return torch.cat(scores)
 
@@ -78,71 +92,120 @@ class SplitConvNet(ConvNet):
 def train(args):
     # 1. Setup
     first, second = args.devices
-    torch.cuda.set_device(first if first.type == "cuda" else -1)  # -1: no GPU
-    dist.init_process_group("nccl" if first.type == "cuda" else "gloo", timeout=timedelta(seconds=args.timeout))
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(args.seed)
+    use_cuda = first.type == "cuda"
+    if use_cuda:
+        torch.cuda.set_device(first)
+    timeout = timedelta(seconds=args.timeout)
+    dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timeout)
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    torch.manual_seed(args.seed + rank)  # dropout
 
     # 2. Data
     train_set, test_set = load_mnist(args.data_dir)
     train_sampler = DistributedSampler(train_set, seed=args.seed)
+    test_sampler = DistributedSampler(test_set, shuffle=False)
     images_per_epoch = train_sampler.total_size
-    loading = {"collate_fn": tuple, "pin_memory": first.type == "cuda"}  # tuple: the sets give whole batches
-    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **loading)
-    test_loader = DataLoader(test_set, 250, sampler=DistributedSampler(test_set, shuffle=False), **loading)
+    loader_options = {"collate_fn": already_batched, "pin_memory": use_cuda}
+    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **loader_options)
+    test_loader = DataLoader(test_set, EVAL_BATCH_SIZE, sampler=test_sampler, **loader_options)
 
     # 3. Model
     net = SplitConvNet(args.devices, args.chunks)
-    model = DDP(net, device_ids=None, forward_sync_buffers=False, gradient_as_bucket_view=True)  # MP-4: copies of both
+    model = DDP(net, device_ids=None, gradient_as_bucket_view=True)  # MP-4: on several devices
+    model.broadcast_buffers = False  # but in evaluate()
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss()
     global_batch = args.batch_size * world_size
-    optimizer = torch.optim.SGD(model.parameters(), args.lr * global_batch / 256, momentum=0.9, nesterov=True)
-    steps = args.epochs * len(train_loader)  # the rate rises for 40 % of them, then falls to 0
-    scheduler = LambdaLR(optimizer, lambda step: min((step + 1) / (steps * 0.4 + 1), (steps - step) / (steps * 0.6)))
+    peak_lr = args.lr * global_batch / 256
+    optimizer = torch.optim.SGD(model.parameters(), peak_lr, momentum=0.9, nesterov=True)
+    total_steps = args.epochs * len(train_loader)
 
     # 5. Train and evaluate
+    steps_done = 0
     for epoch in range(1, args.epochs + 1):
         train_sampler.set_epoch(epoch)
-        start, total_loss = time.perf_counter(), torch.zeros((), device=second)
-        bar = tqdm(train_loader, f"epoch {epoch}/{args.epochs}", leave=False, disable=rank != 0 or None)
-        for images, labels in bar:
-            images, labels = images.to(first, non_blocking=True), labels.to(second, non_blocking=True)  # MP-2
+        title = f"epoch {epoch}/{args.epochs}"
+        start = time.perf_counter()
+        total_loss = torch.zeros((), dtype=torch.float64, device=second)
+        disable = None if rank == 0 else True  # one progress bar
+        progress = tqdm(train_loader, title, leave=False, disable=disable)
+        for step, (images, labels) in enumerate(progress):
+            images = images.to(first, non_blocking=True)  # MP-2
+            labels = labels.to(second, non_blocking=True)
             loss = criterion(model(images), labels)
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # large batches start without a jump
+            total_loss += loss.detach() * len(labels)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # stabilises the warm-up
+            for group in optimizer.param_groups:
+                group["lr"] = peak_lr * warmup_then_decay(steps_done, total_steps)
             optimizer.step()
             optimizer.zero_grad()
-            scheduler.step()
-            total_loss += loss.detach() * len(labels)
+            steps_done += 1
+            if step % 50 == 0:
+                progress.set_postfix(loss=f"{loss.item():.4f}")
         dist.all_reduce(total_loss)
-        loss, seconds = total_loss.item() / images_per_epoch, time.perf_counter() - start
+        mean_loss = total_loss.item() / images_per_epoch
+        seconds = time.perf_counter() - start
         accuracy = evaluate(net, test_loader, first, second)
+        speed = images_per_epoch / seconds
         if rank == 0:
-            print(f"epoch {epoch}/{args.epochs}  loss {loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
-                  f"{images_per_epoch / seconds:.0f} images/s", flush=True)
+            print(f"{title}  loss {mean_loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
+                  f"{speed:.0f} images/s", flush=True)
 
     # 6. Save
-    if rank == 0:  # MP-5: the names are those of the whole network
-        torch.save({name: tensor.cpu() for name, tensor in net.state_dict().items()}, args.output)
+    if rank == 0:  # MP-5: the names are those of a ConvNet
+        weights = {name: tensor.cpu() for name, tensor in net.state_dict().items()}
+        torch.save(weights, args.output)
 
 
 @torch.inference_mode()
 def evaluate(model, test_loader, first, second):
-    """The fraction of the test set that the model classifies correctly; each image counts once."""
-    for buffer in model.buffers():  # the running statistics differ from rank to rank; rank 0's are saved
+    """Return the fraction of the test set that the model classifies correctly."""
+    for buffer in model.buffers():  # every rank evaluates what rank 0 saves
         dist.broadcast(buffer, src=0)
     model.eval()
-    hits = torch.cat([model(images.to(first)).argmax(1) == labels.to(second) for images, labels in test_loader])
-    hits = gather_in_order(hits, len(test_loader.dataset))  # without the sampler's padding
+    correct = []
+    for images, labels in test_loader:
+        predictions = model(images.to(first)).argmax(1)
+        correct.append(predictions == labels.to(second))
+    correct = torch.cat(correct)
+    correct = gather_in_order(correct, len(test_loader.dataset))
     model.train()
-    return hits.sum().item() / len(hits)
+    return correct.sum().item() / len(correct)
+
+
+def warmup_then_decay(step, total_steps):
+    """The factor of the peak learning rate: rises over 40 % of the steps, then falls to 0."""
+    return min((step + 1) / (0.4 * total_steps + 1), (total_steps - step) / (0.6 * total_steps))
+
+
+def positive_int(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return number
+
+
+def positive_float(text):
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return number
+
+
+def writable_file(text):
+    path = Path(text)
+    target = path if path.exists() else path.parent
+    if path.is_dir() or not path.parent.is_dir() or not os.access(target, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {path}; name a file in a writable folder")
+    return path
 
 
 def main():
     train(parse_args())
-    gc.collect()  # the model goes before the group does: in the other order some exits abort
+    gc.collect()  # free the model before destroying the group, or the exit may abort
     dist.destroy_process_group()
 
 
