@@ -1,49 +1,40 @@
 #!/usr/bin/env bash
-# Build the image if need be, and train in a container: one process a GPU, or two on the CPU. This folder is its volume:
-#   bash 08_docker/run.sh
+# Build the image and train in a container, one process per GPU or two on the CPU; the current
+# directory is its volume:
 #   bash 08_docker/run.sh --epochs 5 --checkpoint run1.pt
 #   DATA_DIR=/datasets/mnist bash 08_docker/run.sh
-# Train on two machines; on the other one NODE_RANK=1 and the same MASTER_ADDR, that of the first:
+# Two machines, with NODE_RANK=1 on the second; MASTER_ADDR is an address of the first:
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash 08_docker/run.sh
-# Build on another base, or with a package index of one's own:
+# Another package index or base image:
 #   BUILD_OPTIONS="--secret id=pip.conf,src=pip.conf" bash 08_docker/run.sh
-# It ends with 0 when all epochs are done, with 75 when a signal stopped it, with 1 when it failed.
 set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
-case " $* " in
-  *" --help "* | *" -h "*) # needs no engine
-    sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-    python3 "$here/train.py" --help 2>/dev/null || echo "The options are those of 06_checkpointing/train.py."
-    exit 0
-    ;;
-esac
-if ! command -v docker >/dev/null || ! docker info >/dev/null 2>&1; then
-  echo "run.sh: no container engine answers (\`docker info\`): install Docker, start it, join its group" >&2
-  exit 1
-fi
+docker info >/dev/null 2>&1 ||
+  { echo "run.sh: no container engine answers (docker info): install and start Docker, join its group" >&2 && exit 1; }
+echo "run.sh: building the image mnist-ddp, which takes minutes the first time" >&2
+# shellcheck disable=SC2086 # BUILD_OPTIONS holds several words
+DOCKER_BUILDKIT=1 docker build --quiet ${BUILD_OPTIONS:-} --tag mnist-ddp --file "$here/Dockerfile" "$here/.." >/dev/null
+case " $* " in *" --help "* | *" -h "*) exec docker run --rm mnist-ddp python /app/train.py --help ;; esac
+gpus=$(nvidia-smi -L 2>/dev/null | wc -l || true)
+NPROC=${NPROC:-$((gpus > 0 ? gpus : 2))} cores=$(nproc)
 
-image=${IMAGE:-mnist-ddp}
-quiet=()
-if docker image inspect "$image" >/dev/null 2>&1; then quiet=(--quiet); fi # all but the code comes from the cache
-# shellcheck disable=SC2086 # several options
-DOCKER_BUILDKIT=1 docker build "${quiet[@]}" ${BUILD_OPTIONS:-} --tag "$image" \
-  --file "$here/Dockerfile" "${here%/*}" >/dev/null
-
-options=(--rm --init)         # gone afterwards; process 1 passes signals on and collects what is left
-options+=(--stop-timeout=60)  # seconds that docker stop waits for the checkpoint; else 10
-options+=(--shm-size=1g)      # for what DataLoader's workers and NCCL pass in shared memory; else 64 MB
-options+=(--read-only --tmpfs /tmp)
-options+=(--user "$(id -u):$(id -g)" --mount "type=bind,source=$PWD,target=/work")
-if command -v nvidia-smi >/dev/null; then options+=(--gpus all); fi
-if [ "${NNODES:-1}${RDZV_ENDPOINT:-}" != 1 ]; then options+=(--network host); fi
-if [ -t 0 ] && [ -t 1 ]; then options+=(--interactive --tty); fi # for Ctrl-C and the progress bar
-for name in NPROC OMP_NUM_THREADS NNODES NODE_RANK MASTER_ADDR MASTER_PORT RDZV_ENDPOINT RDZV_ID START_TIMEOUT \
-  MAX_RESTARTS GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME NCCL_DEBUG; do
-  options+=(--env "$name") # if it is set here
-done
-data=()
+options=(--rm --init --stop-timeout=60 --shm-size=1g)       # torchrun needs 30 s; memory for workers and NCCL
+options+=(--read-only --tmpfs=/tmp:exec)                    # exec: --compile loads what it has compiled
+options+=(--user "$(id -u):$(id -g)" --volume "$PWD:/work") # the files belong to the user, not to root
+options+=(--env OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}")
+options+=(--env GLOO_SOCKET_IFNAME --env NCCL_SOCKET_IFNAME --env NCCL_DEBUG) # if they are set
+if [ "$gpus" -gt 0 ]; then options+=(--gpus all); fi
 if [ -n "${DATA_DIR:-}" ]; then
-  options+=(--mount "type=bind,source=$(cd -- "$DATA_DIR" && pwd),target=/data,readonly")
-  data=(--data-dir /data)
+  options+=(--volume "$(cd -- "$DATA_DIR" && pwd):/data:ro")
+  set -- --data-dir /data "$@"
 fi
-exec docker run "${options[@]}" "$image" "${data[@]}" "$@"
+docker run "${options[@]}" mnist-ddp python /app/train.py --check "$@" >/dev/null || exit # reports an error once
+if [ -t 0 ] && [ -t 1 ]; then options+=(--interactive --tty); fi # for Ctrl-C and the progress bar
+
+if [ "${NNODES:-1}" = 1 ]; then
+  exec docker run "${options[@]}" mnist-ddp \
+    torchrun --standalone --nproc-per-node="$NPROC" --max-restarts=3 /app/train.py "$@"
+fi
+echo "run.sh: waiting for $NNODES nodes at $MASTER_ADDR: is this address right, its port open (nc -zv)?" >&2
+exec docker run "${options[@]}" --network=host mnist-ddp torchrun --nnodes="$NNODES" --node-rank="$NODE_RANK" \
+  --nproc-per-node="$NPROC" --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}" /app/train.py "$@"
