@@ -17,7 +17,7 @@ if [ -n "${NODE_RANK:-}" ]; then
 fi
 case " $* " in *" --help "* | *" -h "*) exec python "$here/train.py" --help ;; esac
 python "$here/train.py" --check --nodes=2 --gpus=1 "$@" || exit # reports a wrong option once
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} MASTER_PORT=${MASTER_PORT:-$((20000 + RANDOM % 10000))}
 python "$here/train.py" --nodes=2 --gpus=1 --node-rank=0 --device=cpu "$@" & node0=$!
 python "$here/train.py" --nodes=2 --gpus=1 --node-rank=1 --device=cpu "$@" & node1=$!
 trap 'kill "$node0" "$node1" 2>/dev/null || true' EXIT

@@ -210,6 +210,8 @@ def writable_file(text):
 
 def run(local_rank, args):  # DDP-0: what each spawned process runs
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Linux sends it when the parent process dies
+    if not torch.multiprocessing.parent_process().is_alive():  # it died before that
+        sys.exit(1)
     os.environ["LOCAL_RANK"] = str(local_rank)  # load_mnist downloads on local rank 0
     train(local_rank, args)
     gc.collect()  # DDP-1: free the model before destroying the group, or the exit may abort
