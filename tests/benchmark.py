@@ -1,16 +1,20 @@
-"""Time 04 against the plain tutorial recipe, and against what its network, torchrun and torch cost by themselves.
+"""Time 04 against a plain recipe, and what 04 costs against a bare minimum.
 
     python tests/benchmark.py --data-dir data
-    python tests/benchmark.py --data-dir data --rounds 5 --json benchmark.json --picture benchmark.png
+    python tests/benchmark.py --data-dir data --rounds 5
 
-In each round what is compared runs in turns, within the same minutes, as the speed of a shared machine swings. The
-table has the medians over the rounds, of the ratios too. A round takes six minutes on two CPU cores.
+A plain recipe: single samples, Adam at 1e-3, a gather per batch. A bare minimum: the network
+without DDP, a process that waits for no other, a torchrun that only imports torch.
+
+The speed of a shared machine varies, so both sides run in turns. The table has the medians over
+the rounds, for the ratios too. A round takes six minutes on two CPU cores.
 """
 
 import argparse
 import contextlib
 import copy
 import fcntl
+import gc
 import itertools
 import json
 import math
@@ -31,10 +35,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # if DDP imports it later, it keeps the process group alive
 from helpers import EPOCH, ROOT, clean_environment, load_script
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from tqdm import tqdm
 
@@ -42,28 +46,30 @@ from common.data import load_mnist, torchvision_mnist
 from common.model import ConvNet
 
 SCRIPT = ROOT / "04_ddp_torchrun/train.py"
-LAUNCHER = SCRIPT.with_name("run.sh")
+RUN_SH = ROOT / "04_ddp_torchrun/run.sh"
 CUDA = torch.cuda.is_available()
 PROCESSES = torch.cuda.device_count() if CUDA else 2
-BATCH = 128  # images per process and step, where the recipe's and 04's are equal
-GOAL = 0.99  # of the test set
+BATCH = 128  # images per process and step, where both sides use the same
+GOAL = 0.99  # accuracy on the test set
 LIMIT = 900  # seconds for one command
-STEPS = 25  # of the script's loop, and then as many of the bare one
+STEPS = 25  # of the script's loop, then as many of the bare loop
 
 
-# The recipe: what the tutorials write. It is started by torchrun, as 04 is.
+# The plain recipe, started by torchrun as 04 is
 
 
-class PerSample(Dataset):
-    """What torchvision's MNIST with ToTensor gives, by its own code, of images that are in memory already."""
+class SingleSamples(Dataset):
+    """An ImageSet as torchvision's MNIST with ToTensor, which returns one image at a time."""
 
     def __init__(self, image_set):
         mnist = torchvision_mnist()
         from torchvision.transforms import ToTensor
 
-        self.mnist = object.__new__(mnist)
-        self.mnist.data, self.mnist.targets = image_set.tensors[0].squeeze(1), image_set.tensors[1]
-        self.mnist.transform, self.mnist.target_transform = ToTensor(), None
+        self.mnist = object.__new__(mnist)  # without its __init__, which reads files
+        self.mnist.data = image_set.tensors[0].squeeze(1)
+        self.mnist.targets = image_set.tensors[1]
+        self.mnist.transform = ToTensor()
+        self.mnist.target_transform = None
 
     def __len__(self):
         return len(self.mnist)
@@ -72,79 +78,96 @@ class PerSample(Dataset):
         return self.mnist[index]
 
 
-def recipe(data_dir, epochs, amp, all_epochs):
-    """Train with Adam on single samples, and gather every batch at evaluation; prints epoch lines as 04 does."""
-    device = torch.device("cuda" if CUDA else "cpu", int(os.environ["LOCAL_RANK"]))
+def train_recipe(data_dir, epochs, amp):
+    """Train until the test accuracy reaches GOAL; print epoch lines as 04 does."""
+    device = torch.device("cpu")
     if CUDA:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if CUDA else "gloo")
     torch.manual_seed(0)
-    train_set, test_set = (PerSample(image_set) for image_set in load_mnist(data_dir))
-    sampler = DistributedSampler(train_set)
-    train_loader = DataLoader(train_set, BATCH, sampler=sampler)
-    test_loader = DataLoader(test_set, BATCH, sampler=DistributedSampler(test_set, shuffle=False))
+    train_set, test_set = load_mnist(data_dir)
+    train_sampler = DistributedSampler(train_set)
+    train_loader = DataLoader(SingleSamples(train_set), BATCH, sampler=train_sampler)
+    test_loader = single_sample_test_loader(test_set)
     net = ConvNet().to(device)
     model = DDP(net)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     for epoch in range(1, epochs + 1):
-        sampler.set_epoch(epoch)
-        start, total_loss = time.perf_counter(), 0
+        train_sampler.set_epoch(epoch)
+        start = time.perf_counter()
+        total_loss = 0
         for images, labels in train_loader:
-            images, labels = images.to(device), labels.to(device)
+            images = images.to(device)
+            labels = labels.to(device)
             optimizer.zero_grad()
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 loss = criterion(model(images), labels)
             loss.backward()
             optimizer.step()
             total_loss += loss.item()
-        loss, seconds = total_loss / len(train_loader), time.perf_counter() - start
-        accuracy = recipe_evaluate(net, test_loader, device)
+        mean_loss = total_loss / len(train_loader)
+        seconds = time.perf_counter() - start
+        speed = train_sampler.total_size / seconds
+        accuracy = evaluate_recipe(net, test_loader, device)
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}/{epochs}  loss {loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
-                  f"{sampler.total_size / seconds:.0f} images/s", flush=True)
-        if accuracy >= GOAL and not all_epochs:
+            print(f"epoch {epoch}/{epochs}  loss {mean_loss:.4f}  accuracy {accuracy:.4f}  "
+                  f"{seconds:.1f} s  {speed:.0f} images/s", flush=True)
+        if accuracy >= GOAL:
             break
-    del model
-    dist.destroy_process_group()
+
+
+def single_sample_test_loader(test_set):
+    sampler = DistributedSampler(test_set, shuffle=False)
+    return DataLoader(SingleSamples(test_set), BATCH, sampler=sampler)
 
 
 @torch.no_grad()
-def recipe_evaluate(net, test_loader, device):
-    """The accuracy, from predictions and labels that are gathered batch by batch."""
+def evaluate_recipe(net, test_loader, device):
+    """Return the accuracy; predictions and labels are gathered batch by batch."""
     net.eval()
-    right = count = 0
+    correct = 0
+    count = 0
     for images, labels in test_loader:
         mine = torch.stack([net(images.to(device)).argmax(1), labels.to(device)])
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, mine)
         for predictions, labels in parts:
-            right, count = right + (predictions == labels).sum().item(), count + len(labels)
+            correct += (predictions == labels).sum().item()
+            count += len(labels)
     net.train()
-    return right / count
+    return correct / count
 
 
-# Inside 04: its own train(), in whose loop and evaluation the other side is timed in turns with it.
+# Inside 04: its own main(), in which its loop and its evaluation take turns with the other side
 
 
 def clock():
+    """Seconds, after the GPU has finished its work."""
     if CUDA:
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 class InTurns(tqdm):
-    """The script's progress bar; after every STEPS batches it times as many steps of the same loop, but on tensors in
-    memory, and with no process group, no progress and no bookkeeping."""
+    """A progress bar that, after every STEPS steps of the script, times as many bare steps.
 
-    times = []  # seconds of a step: of the script, of the other
+    A bare step computes the same on tensors in memory. It has no process group, no progress bar,
+    no learning rate schedule and no sum of the losses.
+    """
+
+    times = []  # pairs of seconds per step: the script's, the bare one's
 
     def __iter__(self):
-        batches, device = super().__iter__(), torch.device("cuda" if CUDA else "cpu")
-        memory = [[part.to(device) for part in batch] for batch in itertools.islice(self.iterable, STEPS)]
-        model, criterion = ConvNet().to(device, memory_format=torch.channels_last), nn.CrossEntropyLoss()
+        batches = super().__iter__()
+        device = torch.device("cuda" if CUDA else "cpu")
+        memory = []
+        for images, labels in itertools.islice(self.iterable, STEPS):
+            memory.append((images.to(device), labels.to(device)))
+        model = ConvNet().to(device, memory_format=torch.channels_last)
+        criterion = nn.CrossEntropyLoss()
         optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, nesterov=True)
-        scheduler = LambdaLR(optimizer, lambda step: 1)
         for turn in range(len(self.iterable) // STEPS):
             dist.barrier()
             start = clock()
@@ -156,238 +179,292 @@ class InTurns(tqdm):
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-                scheduler.step()
-            if turn:  # the first one warms up
-                self.times.append([(middle - start) / STEPS, (clock() - middle) / STEPS])
+            end = clock()
+            if turn > 0:  # the first turn is the warm-up
+                self.times.append([(middle - start) / STEPS, (end - middle) / STEPS])
 
 
-def inside():
-    """Run 04's main() with InTurns, and with both evaluations in turns; prints what it finds as JSON."""
+def train_in_turns():
+    """Run one epoch of 04's main() in turns with the other side; print the medians as JSON."""
     script = load_script(SCRIPT)
-    evaluate, speeds = script.evaluate, []
+    evaluate = script.evaluate
+    speeds = []  # pairs of images per second: 04's, the recipe's
+
+    def images_per_second(evaluate_function, net, loader, device):
+        dist.barrier()
+        start = clock()
+        evaluate_function(net, loader, device)
+        return len(loader.dataset) / (clock() - start)
 
     def evaluate_in_turns(net, test_loader, device):
-        test_set = PerSample(test_loader.dataset)
-        plain_net = copy.deepcopy(net).to(memory_format=torch.contiguous_format)
-        slow_loader = DataLoader(test_set, BATCH, sampler=DistributedSampler(test_set, shuffle=False))
-        sides = (evaluate, net, test_loader), (recipe_evaluate, plain_net, slow_loader)
+        recipe_loader = single_sample_test_loader(test_loader.dataset)
+        recipe_net = copy.deepcopy(net).to(memory_format=torch.contiguous_format)
         for _ in range(4):
-            speeds.append([])
-            for function, its_net, loader in sides:
-                dist.barrier()
-                start = clock()
-                accuracy = function(its_net, loader, device)
-                speeds[-1].append(len(test_set) / (clock() - start))
-        return accuracy
+            ours = images_per_second(evaluate, net, test_loader, device)
+            other = images_per_second(evaluate_recipe, recipe_net, recipe_loader, device)
+            speeds.append([ours, other])
+        return evaluate(net, test_loader, device)
 
-    script.tqdm, script.evaluate = InTurns, evaluate_in_turns
+    script.tqdm = InTurns
+    script.evaluate = evaluate_in_turns
+    sys.argv = [str(SCRIPT), "--epochs=1"]
     script.main()
     if os.environ["RANK"] == "0":
-        print("inside", json.dumps([medians(InTurns.times), medians(speeds[1:])]), flush=True)
-
-
-# Running both, and the table.
+        result = {"step": medians(InTurns.times), "evaluation": medians(speeds[1:])}
+        print("in turns:", json.dumps(result), flush=True)
 
 
 def medians(pairs):
-    return [statistics.median(side) for side in zip(*pairs, strict=True)]
+    """The median of the first numbers, and that of the second ones."""
+    return [statistics.median(numbers) for numbers in zip(*pairs, strict=True)]
+
+
+# Run both sides and print the table
 
 
 class Run:
-    """A command that ran on a terminal of 120 columns: what it printed and when, and its peak memory."""
+    """A command that has run: its output, its epochs, when its first step ended, its peak memory.
 
-    def __init__(self, command, folder, until_first_step=False, **settings):
-        terminal, its_end = pty.openpty()
-        fcntl.ioctl(its_end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-        start, self.text, self.epochs, self.first_step = time.perf_counter(), "", [], None
+    It runs on a terminal, where the scripts show the progress bar that reports the first step.
+    """
+
+    def __init__(self, command, folder, stop_after_first_step=False, **settings):
+        self.text = ""
+        self.epochs = []  # dictionaries; "at" is in seconds since the start
+        self.first_step = None  # seconds since the start
+        terminal, process_end = pty.openpty()
+        fcntl.ioctl(process_end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        environment = clean_environment()
+        for name, value in settings.items():
+            environment[name] = str(value)
+        start = time.perf_counter()
         process = subprocess.Popen(
             [str(part) for part in command],
             cwd=folder,
-            env=clean_environment() | {name: str(value) for name, value in settings.items()},
+            env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=its_end,
-            stderr=its_end,
+            stdout=process_end,
+            stderr=process_end,
             start_new_session=True,
         )
-        os.close(its_end)
-        timer = threading.Timer(LIMIT, os.killpg, [process.pid, signal.SIGKILL])
+        os.close(process_end)
+        timer = threading.Timer(LIMIT, os.killpg, [process.pid, signal.SIGTERM])
         timer.start()
-        with contextlib.suppress(OSError):  # at its end
+        stopped = False
+        with contextlib.suppress(OSError):  # raised when the command has ended
             while part := os.read(terminal, 65536):
                 self.text += part.decode(errors="replace")
-                now = time.perf_counter() - start
-                if self.first_step is None and re.search("loss=|torch is here", self.text):
-                    self.first_step = now
-                    if until_first_step:
-                        os.killpg(process.pid, signal.SIGTERM)
-                for line in list(EPOCH.finditer(self.text))[len(self.epochs) :]:
-                    self.epochs.append({name: float(value) for name, value in line.groupdict().items()} | {"at": now})
+                self.look_for_progress(time.perf_counter() - start)
+                if stop_after_first_step and self.first_step is not None and not stopped:
+                    os.killpg(process.pid, signal.SIGTERM)
+                    stopped = True
         _, status, usage = os.wait4(process.pid, 0)
         timer.cancel()
         os.close(terminal)
-        if status and not until_first_step:
+        if status != 0 and not stopped:
             raise SystemExit(f"{command} failed:\n{self.text}")
         self.peak = usage.ru_maxrss / 1024  # MiB, of its largest process
 
+    def look_for_progress(self, now):
+        if self.first_step is None and re.search("loss=|torch is imported", self.text):
+            self.first_step = now
+        lines = list(EPOCH.finditer(self.text))
+        for line in lines[len(self.epochs) :]:
+            epoch = {name: float(value) for name, value in line.groupdict().items()}
+            epoch["at"] = now
+            self.epochs.append(epoch)
+
     def time_to_goal(self):
-        """Seconds from its start to the line that reports the accuracy; infinite if there is none."""
-        return next((epoch["at"] for epoch in self.epochs if epoch["accuracy"] >= GOAL), math.inf)
+        """Seconds from the start until GOAL is reported; infinite if it is not reached."""
+        for epoch in self.epochs:
+            if epoch["accuracy"] >= GOAL:
+                return epoch["at"]
+        return math.inf
 
     def speed(self):
         """Images per second of training, the median of its epochs."""
         return statistics.median(epoch["speed"] for epoch in self.epochs)
 
-    def inside(self):
-        """What inside() printed: seconds of a step, images per second of an evaluation; of 04 and the other side."""
-        return json.loads(re.search(r"inside (\[.*\])", self.text)[1])
+    def in_turns(self):
+        """What train_in_turns() printed."""
+        return json.loads(re.search(r"in turns: (\{.*\})", self.text)[1])
 
 
-# What is measured, the other side, whether more is better. The other side is the recipe, or what nothing can beat: the
-# network without what surrounds it, processes that lose nothing to each other, torch's own start.
+# What is measured, what it is compared with, whether more is better
 ROWS = {
     "goal": (f"seconds to {GOAL:.1%} accuracy, start and evaluation included", "recipe", False),
     "float32": (f"images/s of training, batch size {BATCH}", "recipe", True),
     "amp": (f"images/s of training, batch size {BATCH}, `--amp`", "recipe with autocast", True),
-    "evaluation": ("images/s of evaluation", "single samples, a gather a batch", True),
+    "evaluation": ("images/s of evaluation", "single samples, a gather per batch", True),
     "memory": ("MiB of the largest process at its peak", "recipe", False),
-    "processes": (f"images/s of {PROCESSES} processes, one thread each", f"{PROCESSES} × one process", True),
-    "step": (f"ms a step, {PROCESSES} processes", "tensors in memory, no group", False),
-    "alone": ("ms a step, one process", "tensors in memory, no group", False),
+    "processes": (
+        f"images/s of {PROCESSES} processes, one thread each",
+        f"{PROCESSES} × one process",
+        True,
+    ),
+    "step": (f"ms per step, {PROCESSES} processes", "tensors in memory, no process group", False),
+    "single step": ("ms per step, one process", "tensors in memory, no process group", False),
     "start": ("seconds to the end of the first step", "torchrun and `import torch`", False),
 }
 
 
 def one_round(folder, curves):
-    """Give a row's name, 04's figure and the other side's, one after the other; the folder's data/ has the data."""
+    """Yield a row's name, 04's figure and the other one. The folder has the data set in data/."""
     threads = max(1, os.cpu_count() // PROCESSES)
-    memory = dict(re.findall(r"(MALLOC_\w+_)=(\d+)", LAUNCHER.read_text()))  # the recipe knows nothing of it
-    torchrun = ["torchrun", "--standalone", f"--nproc-per-node={PROCESSES}"]
+    malloc = dict(re.findall(r"(MALLOC_\w+_)=(\d+)", RUN_SH.read_text()))  # as run.sh sets them
 
-    def ours(*options, **settings):
-        return Run(["bash", LAUNCHER, *options], folder, **settings)
+    def run_04(*options, **settings):
+        return Run(["bash", RUN_SH, *options], folder, **settings)
 
-    def recipe(*options):
-        command = [*torchrun, __file__, "--side", "recipe", *options]
-        return Run(command, folder, OMP_NUM_THREADS=threads)
+    def torchrun(processes, *command, **settings):
+        launcher = ["torchrun", "--standalone", f"--nproc-per-node={processes}"]
+        return Run([*launcher, *command], folder, OMP_NUM_THREADS=threads, **settings)
 
-    def inside(processes):
-        command = [*torchrun[:2], f"--nproc-per-node={processes}", __file__, "--side", "inside", "--epochs", "1"]
-        return Run(command, folder, OMP_NUM_THREADS=threads, **memory).inside()
+    def run_recipe(*options):
+        return torchrun(PROCESSES, __file__, "--side=recipe", *options)
 
-    default, plain = ours(), recipe("--epochs", "15")
-    curves.update({"o": default.epochs, "+": plain.epochs})
-    yield "goal", default.time_to_goal(), plain.time_to_goal()
-    yield "memory", default.peak, plain.peak
-    yield "float32", ours("--batch-size", BATCH, "--epochs", 2).speed(), plain.speed()
-    half = ours("--batch-size", BATCH, "--epochs", 2, "--amp")
-    yield "amp", half.speed(), recipe("--epochs", "2", "--all-epochs", "--amp").speed()
+    def run_in_turns(processes):
+        return torchrun(processes, __file__, "--side=in-turns", **malloc).in_turns()
+
+    default = run_04()
+    recipe = run_recipe("--epochs=15")
+    curves["o"] = default.epochs
+    curves["+"] = recipe.epochs
+    yield "goal", default.time_to_goal(), recipe.time_to_goal()
+    yield "memory", default.peak, recipe.peak
+
+    same_batch = run_04(f"--batch-size={BATCH}", "--epochs=2")
+    yield "float32", same_batch.speed(), recipe.speed()
+
+    same_batch_amp = run_04(f"--batch-size={BATCH}", "--epochs=2", "--amp")
+    recipe_amp = run_recipe("--epochs=2", "--amp")
+    yield "amp", same_batch_amp.speed(), recipe_amp.speed()
+
     if PROCESSES > 1:
-        several, one = (ours("--epochs", 1, NPROC=number, OMP_NUM_THREADS=1).speed() for number in (PROCESSES, 1))
-        yield "processes", several, PROCESSES * one
-    (step, other), evaluation = inside(PROCESSES)
-    yield "step", 1000 * step, 1000 * other
-    yield "evaluation", *evaluation
+        several = run_04("--epochs=1", NPROC=PROCESSES, OMP_NUM_THREADS=1)
+        one = run_04("--epochs=1", NPROC=1, OMP_NUM_THREADS=1)
+        yield "processes", several.speed(), PROCESSES * one.speed()
+
+    several = run_in_turns(PROCESSES)
+    yield "evaluation", *several["evaluation"]
+    yield "step", *[1000 * seconds for seconds in several["step"]]
     if PROCESSES > 1:
-        yield "alone", *(1000 * seconds for seconds in inside(1)[0])
-    first = ours(until_first_step=True).first_step
-    importing = [*torchrun, "--no-python", sys.executable, "-c", "import torch; print('torch is here', flush=True)"]
-    yield "start", first, Run(importing, folder, OMP_NUM_THREADS=threads).first_step
+        one = run_in_turns(1)
+        yield "single step", *[1000 * seconds for seconds in one["step"]]
+
+    script = run_04(stop_after_first_step=True)
+    statement = "import torch; print('torch is imported', flush=True)"
+    only_import = torchrun(PROCESSES, "--no-python", sys.executable, "-c", statement)
+    yield "start", script.first_step, only_import.first_step
 
 
-def round_to_3(number):
-    """A number to three digits, as people write it; a goal that was not reached took infinitely long."""
-    return f"{float(f'{number:.3g}'):,.10g}" if math.isfinite(number) else "not reached"
+def compare(data_dir, rounds):
+    results = {name: [] for name in ROWS}  # pairs: 04's figure, the other one
+    curves = {}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "data").symlink_to(data_dir.resolve())
+        for number in range(1, rounds + 1):
+            for name, ours, other in one_round(folder, curves):
+                results[name].append([ours, other])
+                message = f"round {number}: {name} {ours:.4g} against {other:.4g}"
+                print(message, file=sys.stderr, flush=True)
+    machine = f"{PROCESSES} × {torch.cuda.get_device_name()}" if CUDA else cpu_name()
+    print(f"{machine}, torch {torch.__version__}, Python {platform.python_version()}; "
+          f"{PROCESSES} processes, medians of {rounds} rounds:\n")
+    print_table(results)
+    print(f"\nTest accuracy over seconds since the start, o: 04, +: the recipe\n\n{chart(curves)}")
 
 
-def cpu():
+def print_table(results):
+    print("| | 04 | compared with | | times better |")
+    print("| --- | ---: | --- | ---: | ---: |")
+    for name, (what, compared_with, more_is_better) in ROWS.items():
+        pairs = results[name]
+        if not pairs:
+            continue
+        ratios = []
+        for ours, other in pairs:
+            ratios.append(ours / other if more_is_better else other / ours)
+        ours, other = [three_digits(number) for number in medians(pairs)]
+        ratio = statistics.median(ratios)
+        print(f"| {what} | {ours} | {compared_with} | {other} | {ratio:.2f} |")
+
+
+def three_digits(number):
+    """Format a number with three significant digits; a goal that was not reached is infinite."""
+    if math.isinf(number):
+        return "not reached"
+    rounded = float(f"{number:.3g}")
+    return f"{rounded:,.10g}"
+
+
+def cpu_name():
     names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    return f"{os.cpu_count()} cores of {names[0] if names else platform.machine()}"
+    name = names[0] if names else platform.machine()
+    return f"{os.cpu_count()} cores of {name}"
 
 
 def chart(curves, width=90):
-    """Accuracies in percent over seconds, as text: a list of epochs by the mark of its curve."""
-    points = [(mark, epoch["at"], 100 * epoch["accuracy"]) for mark, epochs in curves.items() for epoch in epochs]
-    scale = width / max(seconds for _, seconds, _ in points)
-    lowest, highest = (round(4 * pick(percent for *_, percent in points)) for pick in (min, max))  # in quarters
+    """Plot accuracy over seconds as text; the key of a curve is the character that marks it."""
+    all_epochs = [epoch for epochs in curves.values() for epoch in epochs]
+    columns_per_second = width / max(epoch["at"] for epoch in all_epochs)
+
+    def row_of(epoch):
+        return round(400 * epoch["accuracy"])  # a row is a quarter of a percent
+
+    def column_of(seconds):
+        return round(seconds * columns_per_second)
+
     lines = []
-    for quarters in range(highest, lowest - 1, -1):
+    highest = max(row_of(epoch) for epoch in all_epochs)
+    lowest = min(row_of(epoch) for epoch in all_epochs)
+    for row in range(highest, lowest - 1, -1):
         line = [" "] * (width + 1)
-        for mark, seconds, percent in points:
-            if round(4 * percent) == quarters:
-                line[round(seconds * scale)] = mark
-        lines.append(f"{quarters / 4:6.2f} % │{''.join(line).rstrip()}")
-    ticks = range(0, round(width / scale) + 1, 10)
-    axis = "".join("┴" if any(round(tick * scale) == place for tick in ticks) else "─" for place in range(width + 1))
-    numbers = [" "] * (width + 4)
-    for tick in ticks:
-        place = round(tick * scale)
-        numbers[place : place + len(str(tick))] = str(tick)
-    return "\n".join([*lines, f"{'':9}└{axis}", f"{'':10}{''.join(numbers).rstrip()} s"])
+        for mark, epochs in curves.items():
+            for epoch in epochs:
+                if row_of(epoch) == row:
+                    line[column_of(epoch["at"])] = mark
+        lines.append(f"{row / 4:6.2f} % │{''.join(line).rstrip()}")
 
-
-def draw(title, rows, path):
-    """The ratios as bars, with a line from the least to the most of the rounds."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 0.5 * len(rows) + 1.5), layout="constrained")
-    for place, row in enumerate(reversed(rows)):
-        axes.barh(place, row["ratio"], color="tab:blue" if "recipe" in row["other"] else "tab:gray")
-        axes.plot([min(row["ratios"]), max(row["ratios"])], [place, place], color="black")
-    axes.set_yticks(range(len(rows)), [f"{row['what']}\nagainst: {row['other']}" for row in reversed(rows)], fontsize=7)
-    axes.axvline(1, color="black", linewidth=0.5)
-    axes.set_xlabel("times better")
-    axes.set_title(title, fontsize=8)
-    figure.savefig(path, dpi=150)
-
-
-def compare(options):
-    found, curves = {name: [] for name in ROWS}, {}
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "data").symlink_to(options.data_dir.resolve())
-        for number in range(1, options.rounds + 1):
-            for name, *pair in one_round(folder, curves):
-                found[name].append(pair)
-                print(f"round {number}: {name} {pair[0]:.4g} against {pair[1]:.4g}", file=sys.stderr, flush=True)
-    rows = []
-    for name, (what, other, more_is_better) in ROWS.items():
-        if pairs := found[name]:
-            ratios = [ours / theirs if more_is_better else theirs / ours for ours, theirs in pairs]
-            ours, theirs, ratio = *medians(pairs), statistics.median(ratios)
-            row = {"what": what, "ours": ours, "other": other, "theirs": theirs, "ratio": ratio, "ratios": ratios}
-            rows.append(row | {"pairs": pairs})
-    machine = f"{PROCESSES} × {torch.cuda.get_device_name()}" if CUDA else cpu()
-    title = (f"{machine}, torch {torch.__version__}, Python {platform.python_version()}; "
-             f"{PROCESSES} processes, medians of {options.rounds} rounds")
-    print(f"{title}:\n\n| | 04 | the other side | | times better |\n| --- | ---: | --- | ---: | ---: |")
-    for row in rows:
-        ours, theirs = round_to_3(row["ours"]), round_to_3(row["theirs"])
-        print(f"| {row['what']} | {ours} | {row['other']} | {theirs} | {row['ratio']:.2f} |")
-    print(f"\nAccuracy on the test set over seconds from the start, o: 04, +: the recipe\n\n{chart(curves)}")
-    if options.json:
-        options.json.write_text(json.dumps({"title": title, "rows": rows, "curves": curves}, indent=1) + "\n")
-    if options.picture:
-        draw(title, rows, options.picture)
+    axis = ["─"] * (width + 1)
+    numbers = [" "] * (width + 5)
+    for seconds in itertools.count(0, 10):
+        column = column_of(seconds)
+        if column > width:
+            break
+        axis[column] = "┴"
+        digits = str(seconds)
+        numbers[column : column + len(digits)] = digits
+    lines.append(" " * 9 + "└" + "".join(axis))
+    lines.append(" " * 10 + "".join(numbers).rstrip() + " s")
+    return "\n".join(lines)
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, default="data", help="folder of MNIST; common: the bundled digits")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    parser.add_argument("--picture", type=Path, help="file for the ratios as bars; needs matplotlib")
-    parser.add_argument("--side", choices=("recipe", "inside"), help=argparse.SUPPRESS)  # what compare() starts
-    parser.add_argument("--epochs", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--all-epochs", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--amp", action="store_true", help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--data-dir", type=Path, default="data", help="MNIST directory; common: bundled digits")
+    add("--rounds", type=int, default=3, help="how often everything is timed")
+    sides = ("recipe", "in-turns")  # started by one_round()
+    add("--side", choices=sides, help=argparse.SUPPRESS)
+    add("--epochs", type=int, help=argparse.SUPPRESS)  # of the recipe
+    add("--amp", action="store_true", help=argparse.SUPPRESS)  # of the recipe
     return parser.parse_args()
 
 
-if __name__ == "__main__":
-    options = parse_args()
-    if options.side == "recipe":
-        recipe(options.data_dir, options.epochs, options.amp, options.all_epochs)
-    elif options.side == "inside":
-        del sys.argv[1:3]  # the rest is 04's
-        inside()
+def main():
+    args = parse_args()
+    if args.side == "recipe":
+        train_recipe(args.data_dir, args.epochs, args.amp)
+        gc.collect()  # free the model before destroying the group, or the exit may abort
+        dist.destroy_process_group()
+    elif args.side == "in-turns":
+        train_in_turns()
     else:
-        compare(options)
+        compare(args.data_dir, args.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,8 +2,11 @@
 
 import contextlib
 import importlib.util
+import math
+import multiprocessing
 import os
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -19,41 +22,48 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("0*/train.py"))
-DIGITS = ROOT / "common"  # as --data-dir: the bundled digits, with no look at the network
-WITNESS = {"PYTHONPATH": str(ROOT / "tests/witness")}  # what makes Python read witness/sitecustomize.py
+DIGITS = ROOT / "common"  # as --data-dir: the bundled digits, without a download
+WITNESS = {"PYTHONPATH": str(ROOT / "tests/witness")}  # makes Python read witness/sitecustomize.py
 EPOCH = re.compile(
-    r"epoch (?P<epoch>\d+)/(?P<epochs>\d+)  loss (?P<loss>\d+\.\d{4})  accuracy (?P<accuracy>[01]\.\d{4})  "
-    r"(?P<seconds>\d+\.\d) s  (?P<speed>\d+) images/s"
+    r"epoch (?P<epoch>\d+)/(?P<epochs>\d+)  loss (?P<loss>\d+\.\d{4})  "
+    r"accuracy (?P<accuracy>[01]\.\d{4})  (?P<seconds>\d+\.\d) s  (?P<speed>\d+) images/s"
 )
 
-SETTINGS = {  # of launch files and of torchrun, which a test sets or leaves out
-    *("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "RANK", "LOCAL_RANK"),
-    *("RDZV_ENDPOINT", "RDZV_ID", "MAX_RESTARTS", "START_TIMEOUT", "GLOO_SOCKET_IFNAME"),
+SETTINGS = {  # of launch files and torchrun: a test sets them itself or leaves them out
+    *("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"),
+    *("RDZV_ENDPOINT", "RDZV_ID", "MAX_RESTARTS", "START_TIMEOUT"),
     *("LAUNCHER", "SCRIPT", "IMAGE", "DATA_DIR", "BUILD_OPTIONS", "OPTIONS", "USER_ID", "GROUP_ID"),
 }
 
 
 def clean_environment():
-    """The environment of the tests, without what would change a launch file's ways."""
-    return {name: value for name, value in os.environ.items() if name not in SETTINGS and name[:6] != "SLURM_"}
+    """The environment of the tests, without what would change what a launch file does."""
+    kept = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+    return {name: value for name, value in kept.items() if not name.startswith("SLURM_")}
 
 
 def label(path):
-    """What a path is called in the list of tests."""
+    """The name of a path in the list of tests."""
     return str(path.relative_to(ROOT))
 
 
 class Result:
-    """What a command printed, its exit code and how long it took."""
+    """A finished command: its exit code, what it printed and how long it took."""
 
     def __init__(self, command, code, output, errors, seconds):
-        self.command, self.code, self.output, self.errors, self.seconds = command, code, output, errors, seconds
+        self.command, self.code, self.seconds = command, code, seconds
+        self.output, self.errors = output, errors
 
     def __repr__(self):
-        return f"{self.command}\nexit code {self.code} after {self.seconds:.1f} s\n{self.output}\n{self.errors}"
+        command = " ".join(str(part) for part in self.command)
+        return (
+            f"{command}\nexit code {self.code} after {self.seconds:.1f} s\n"
+            f"{self.output}\n{self.errors}"
+        )
 
     def epochs(self):
-        """The epoch lines, as dictionaries; every line that begins like one must be one."""
+        """The epoch lines as dictionaries. Raises if a line begins like one and is none."""
         lines = [line for line in self.output.splitlines() if line.startswith("epoch")]
         matches = [EPOCH.fullmatch(line) for line in lines]
         assert all(matches), str(self)
@@ -61,13 +71,16 @@ class Result:
 
 
 class Running:
-    """A command that has been started, and whatever it starts itself."""
+    """A command that has been started, with all processes that it starts."""
 
-    def __init__(self, command, cwd, **environment):
+    def __init__(self, command, cwd, ignore_sigint=False, **environment):
         self.command, self.token, self.start = command, uuid.uuid4().hex, time.monotonic()
         self.files = [tempfile.TemporaryFile("w+") for _ in range(2)]
+        command = [str(part) for part in command]
+        if ignore_sigint:  # as a shell does for a command in the background
+            command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
         self.process = subprocess.Popen(
-            [str(part) for part in command],
+            command,
             cwd=cwd,
             env=clean_environment() | environment | {"TEST_RUN": self.token},
             stdin=subprocess.DEVNULL,
@@ -77,31 +90,36 @@ class Running:
         )
 
     def printed(self):
-        """What it has printed so far: its standard output and its errors."""
+        """What it has printed so far: standard output and standard error."""
         for file in self.files:
             file.seek(0)
         return [file.read() for file in self.files]
 
     def kill(self, *words):
-        """End, with SIGKILL, one process in whose command line all these words stand."""
+        """End, with SIGKILL, one process whose command line contains all these words."""
         for process in processes(self.token):
-            if all(word.encode() in Path(f"/proc/{process}/cmdline").read_bytes() for word in words):
+            command = Path(f"/proc/{process}/cmdline").read_bytes()
+            if all(word.encode() in command for word in words):
                 os.kill(process, signal.SIGKILL)
                 return
         raise AssertionError(f"no process of {self.command} has {words} in its command line")
 
     def kill_all(self):
-        """End it and whatever it has started."""
+        """End it and everything that it has started."""
         kill(self.token)
         self.process.wait()
 
-    def finish(self, limit=120):
-        """Wait for its end; end all of it at the limit. Nothing of it may live on after its end."""
+    def finish(self, limit=300):
+        """Wait for its end and return the result.
+
+        Raises AssertionError if it has not ended at the limit, or leaves a process running.
+        """
         try:
             self.process.wait(max(0, self.start + limit - time.monotonic()))
         except subprocess.TimeoutExpired:
             kill(self.token)
-            raise AssertionError(f"{self.command} did not end within {limit} s\n" + "\n".join(self.printed())) from None
+            printed = "\n".join(self.printed())
+            raise AssertionError(f"{self.command}: no end within {limit} s\n{printed}") from None
         seconds, left = time.monotonic() - self.start, wait_until_gone(self.token)
         kill(self.token)
         result = Result(self.command, self.process.returncode, *self.printed(), seconds)
@@ -109,65 +127,117 @@ class Running:
         return result
 
 
-def wait_until(condition, *running, limit=60):
+def wait_until(condition, *running, limit=300):
     """Wait until a condition holds; none of these commands may end before."""
     end = time.monotonic() + limit
     while not condition():
         state = [each.printed() for each in running]
-        assert all(each.process.poll() is None for each in running) and time.monotonic() < end, state
+        assert all(each.process.poll() is None for each in running), state
+        assert time.monotonic() < end, state
         time.sleep(0.05)
 
 
-def wait_for(text, *running, times=1, limit=60):
-    """Wait until this stands so often in the output of these commands together; none of them may end before."""
-    wait_until(lambda: sum(each.printed()[0].count(text) for each in running) >= times, *running, limit=limit)
+def wait_for(text, *running, times=1, limit=300):
+    """Wait until these commands have printed a text so many times; none of them may end before."""
+
+    def printed_often_enough():
+        return sum(each.printed()[0].count(text) for each in running) >= times
+
+    wait_until(printed_often_enough, *running, limit=limit)
 
 
-def run(command, cwd, limit=120, **environment):
-    """Run a command to its end, which must come before the limit, and with it the end of whatever it starts."""
+def run(command, cwd, limit=300, **environment):
+    """Run a command to its end, which must come before the limit, and leave nothing running."""
     return Running(command, cwd, **environment).finish(limit)
 
 
 def torchrun(script, nproc, *options, cwd, **environment):
-    """Run a script with torchrun, in so many processes on this machine, which share two cores."""
+    """Run a script with torchrun, in this number of processes on two cores."""
     command = ["torchrun", "--standalone", f"--nproc-per-node={nproc}", script, *options]
     return run(command, cwd, **{"OMP_NUM_THREADS": str(max(1, 2 // nproc)), **environment})
 
 
+# Ranks are forked from a process that has imported torch: torchrun takes seconds to start them
+RANKS = multiprocessing.get_context("forkserver")
+RANKS.set_forkserver_preload(
+    [
+        *("torch.distributed.nn", "torch.nn.parallel", "torch.distributed.checkpoint.state_dict"),
+        *("torch.distributed.fsdp", "torch.distributed.pipelining", "tqdm"),
+        "torch.distributed.tensor.parallel",
+    ]
+)
+
+
+def run_ranks(script, nproc, *options, cwd, limit=300):
+    """Run a script in as many ranks as torchrun would start, for tests of what it computes."""
+    command = ["torchrun", "--standalone", f"--nproc-per-node={nproc}", script, *options]
+    launch = {"WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("output", "errors")]
+        ranks = []
+        for rank in range(nproc):
+            settings = {**launch, "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": nproc}
+            given = (Path(cwd, script), options, cwd, settings, files)
+            ranks.append(RANKS.Process(target=run_rank, args=given))
+            ranks[-1].start()
+        for process in ranks:
+            process.join(max(0, start + limit - time.monotonic()))
+        for process in ranks:
+            process.kill()
+            process.join()
+        code = max(abs(process.exitcode) for process in ranks)
+        printed = [file.read_text() for file in files]
+    return Result(command, code, *printed, time.monotonic() - start)
+
+
+def run_rank(script, options, cwd, settings, files):
+    os.chdir(cwd)
+    os.environ.update({name: str(value) for name, value in settings.items()})
+    for number, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    torch.set_num_threads(1)
+    sys.argv = [str(script), *map(str, options)]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
 def free_port():
-    """A port that nothing listens at."""
+    """A port on which nothing listens."""
     with socket.create_server(("", 0)) as listener:
         return listener.getsockname()[1]
 
 
 def run_two_nodes(script, options, cwd, **settings):
-    """Run a launch file as two nodes of one process each, on this machine; prints both exit codes.
+    """Run a launch file as two nodes of one process each on this machine; prints both exit codes.
 
-    What node 0 and node 1 print is in node0.out, node0.err, node1.out and node1.err.
+    Node 0 writes to node0.out and node0.err, and node 1 to node1.out and node1.err.
     """
     start = [
-        f"NODE_RANK={rank} bash '{script}' {options[rank]} > node{rank}.out 2> node{rank}.err & node{rank}=$!"
+        f"NODE_RANK={rank} bash '{script}' {options[rank]} "
+        f"> node{rank}.out 2> node{rank}.err & node{rank}=$!"
         for rank in (0, 1)
     ]
     end = 'wait "$node0"; first=$?; wait "$node1"; echo "$first $?"'
     settings = settings or {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return run(["bash", "-c", "\n".join([*start, end])], cwd, NNODES="2", NPROC="1", **settings)
+    settings = {"NNODES": "2", "NPROC": "1", **settings}
+    return run(["bash", "-c", "\n".join([*start, end])], cwd, **settings)
 
 
 def processes(token):
-    """The ids of all processes that a run() with this token started."""
+    """The ids of all processes that the Running with this token has started."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if token.encode() in (entry / "environ").read_bytes():
                 found.append(int(entry.name))
-        except OSError:  # ended meanwhile, or not ours
+        except OSError:  # has ended, or belongs to another user
             continue
     return found
 
 
-def wait_until_gone(token, limit=5):
-    """Give what a run left a moment to end, and return the ids of what did not."""
+def wait_until_gone(token, limit=30):
+    """Wait a moment for the last processes to end, and return the ids of those that do not."""
     end = time.monotonic() + limit
     while (left := processes(token)) and time.monotonic() < end:
         time.sleep(0.1)
@@ -180,16 +250,57 @@ def kill(token):
             os.kill(process, signal.SIGKILL)
 
 
+def fake_tools(folder, **scripts):
+    """A PATH on which these shell scripts come before the real tools of their names."""
+    folder.mkdir()
+    for name, lines in scripts.items():
+        (folder / name).write_text("\n".join(["#!/bin/sh", *lines, ""]))
+        (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def bare_tools(folder, **scripts):
+    """A PATH on which there are bash, dirname and these shell scripts, and nothing else."""
+    fake_tools(folder, **scripts)
+    for tool in ("bash", "dirname"):
+        (folder / tool).symlink_to(shutil.which(tool))
+    return str(folder)
+
+
 def load_script(path):
-    """The module of a script, which is not run."""
+    """Import a script as a module, without running its main()."""
     spec = importlib.util.spec_from_file_location(f"script_{uuid.uuid4().hex}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
+def parse(monkeypatch, script, *options, gpus=0, **environment):
+    """Call a script's parse_args() with these options, on a machine with this number of GPUs."""
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("sys.argv", [script.name, *map(str, options)])
+    return load_script(script).parse_args()
+
+
+def rejected(monkeypatch, capsys, script, *options, **settings):
+    """The error of a script that rejects these options with one usage line and one error line."""
+    try:
+        parse(monkeypatch, script, *options, **settings)
+    except SystemExit as stop:
+        assert stop.code == 2
+        usage, error = capsys.readouterr().err.splitlines()
+        assert usage == f"usage: {script.name} [options]"
+        return error.removeprefix(f"{script.name}: error: ")
+    raise AssertionError(f"{script} accepts {options}")
+
+
 def bare_accuracy(weights):
-    """The accuracy of saved weights in a bare ConvNet, computed image by image, without any code of the scripts."""
+    """The accuracy of saved weights, image by image, without the code of the scripts."""
     from common.data import load_mnist
     from common.model import ConvNet
 
@@ -202,12 +313,44 @@ def bare_accuracy(weights):
     return right / len(test_set)
 
 
+def check_two_ranks(script, tmp_path, *options, epochs, at_least=0.9, data=DIGITS):
+    """Train with a launch file's default of two ranks, and return the result.
+
+    Both ranks take part, and the saved weights have the accuracy that it prints.
+    """
+    weights, witness = tmp_path / "weights.pt", tmp_path / "witness"
+    command = ["bash", script, *options, "--data-dir", data, "--output", weights]
+    result = run(command, tmp_path, **WITNESS, WITNESS=str(witness))
+    assert result.code == 0, result
+    lines = result.epochs()
+    assert [line["epoch"] for line in lines] == [str(n) for n in range(1, epochs + 1)], result
+    assert float(lines[-1]["accuracy"]) >= at_least, result
+    assert lines[-1]["accuracy"] == f"{bare_accuracy(weights):.4f}", result
+    check_witness(witness, lines, images=1438 * 9 if data == DIGITS else 140 * 9)
+    return result
+
+
+def check_witness(witness, epochs, world_size=2, images=1438 * 9):
+    """Each rank adds its share to each epoch's loss, which is the mean over all images."""
+    rows = [line.split() for line in witness.read_text().splitlines()]
+    assert {int(world) for _, world, _ in rows} == {world_size}
+    shares = [
+        [float(loss) for rank, _, loss in rows if int(rank) == each] for each in range(world_size)
+    ]
+    images = math.ceil(images / world_size) * world_size
+    for number, line in enumerate(epochs):
+        losses = [rank[number] for rank in shares]
+        assert min(losses) > 0
+        assert abs(float(line["loss"]) - sum(losses) / images) < 6e-5
+
+
 def copy_project(folder, script, *others):
-    """Copy one script, and others of its folder, with common/ beside, as a reader does for a project of their own."""
+    """Copy a script, other files of its folder and common/, as a reader does for a project."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in (script.name, *others):
         shutil.copy(script.parent / name, folder / name)
-    shutil.copytree(ROOT / "common", folder / "common", ignore=shutil.ignore_patterns("__pycache__"))
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "common", folder / "common", ignore=ignored)
     return folder / script.name
 
 
@@ -222,14 +365,15 @@ def edit(project, file, *changes):
 
 
 def fewer_digits(project):
-    """Let the copy train on 140 of the digits at nine positions each: 630 images for each of two ranks."""
-    edit(project, "common/data.py", ("images[:1438,", "images[:140,"), ("labels[:1438]", "labels[:140]"))
+    """Let the copy train on 140 digits at nine positions each: 630 images for each of two ranks."""
+    changes = ("images[:1438,", "images[:140,"), ("labels[:1438]", "labels[:140]")
+    edit(project, "common/data.py", *changes)
 
 
 def without_batch_norm(project):
-    """Give the copied ConvNet GroupNorm, which treats each image alone, so that a batch may be cut, and float64.
+    """Let the copied ConvNet normalise each image separately, in float64.
 
-    In float32 the rounding of a sum that is taken in another order grows from step to step; float64 leaves a clear gap.
+    Then a batch may be split: float64 leaves a clear gap between rounding and a mistake.
     """
     edit(
         project,
@@ -244,7 +388,8 @@ def without_batch_norm(project):
 def with_dropout(project):
     """Let the copied ConvNet use random numbers in each step."""
     features = "self.layer2(self.layer1(images)).flatten(1)"
-    edit(project, "common/model.py", (features, f"nn.functional.dropout({features}, 0.1, self.training)"))
+    dropout = f"nn.functional.dropout({features}, 0.1, self.training)"
+    edit(project, "common/model.py", (features, dropout))
 
 
 def pairs(one, other):
@@ -256,9 +401,9 @@ def pairs(one, other):
 
 def distance(one, other):
     """The largest difference between two files of weights."""
-    return max((tensor - other_tensor).abs().max().item() for tensor, other_tensor in pairs(one, other))
+    return max((tensor - another).abs().max().item() for tensor, another in pairs(one, other))
 
 
 def equal(one, other):
-    """Whether two files hold the same weights, bit by bit."""
-    return all(torch.equal(tensor, other_tensor) for tensor, other_tensor in pairs(one, other))
+    """Whether two files contain the same weights, bit by bit."""
+    return all(torch.equal(tensor, another) for tensor, another in pairs(one, other))

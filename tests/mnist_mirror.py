@@ -1,4 +1,4 @@
-"""A small data set in MNIST's format, and a server on this machine that stands in for MNIST's data host."""
+"""A small data set in MNIST's format, and a local server that stands in for MNIST's host."""
 
 import gzip
 import hashlib
@@ -14,7 +14,7 @@ import common.data as data
 
 
 def make_files(folder):
-    """Write the four files, plain and compressed, with 100 train and 23 test images of known pixels and labels."""
+    """Write MNIST's four files, plain and compressed, with 100 training and 23 test images."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     for part, count in (("train", 100), ("t10k", 23)):
@@ -30,18 +30,20 @@ def make_files(folder):
 
 
 def use_files(monkeypatch, folder, mirror):
-    """Let common.data and torchvision take the files of ``folder`` for MNIST, and ``mirror`` for its data host."""
-    monkeypatch.setattr(data, "CRC32", {name: zlib.crc32((folder / name).read_bytes()) for name in data.CRC32})
-    compressed = [(f"{name}.gz", hashlib.md5((folder / f"{name}.gz").read_bytes()).hexdigest()) for name in data.CRC32]
+    """Let common.data and torchvision take the files of a folder for MNIST, from this mirror."""
+    checksums = {name: zlib.crc32((folder / name).read_bytes()) for name in data.CRC32}
+    monkeypatch.setattr(data, "CRC32", checksums)
+    files = [folder / f"{name}.gz" for name in data.CRC32]
+    compressed = [(file.name, hashlib.md5(file.read_bytes()).hexdigest()) for file in files]
     monkeypatch.setattr(data.torchvision_mnist(), "resources", compressed)
     monkeypatch.setattr(data.torchvision_mnist(), "mirrors", [mirror])
 
 
 @contextmanager
 def serve(folder, half=False):
-    """Serve a folder, or only the first half of each file, on a free port of the loopback address.
+    """Serve a folder on a free port, or only the first half of each file.
 
-    Gives its URL and the list of the paths that were asked for.
+    Yields its URL and the list of the paths that were requested.
     """
     asked, ended = [], threading.Event()
 

@@ -1,57 +1,54 @@
 """01: one process; the base of all other scripts."""
 
 import pytest
-from helpers import DIGITS, FOLDERS, ROOT, bare_accuracy, load_script, run
+from helpers import DIGITS, FOLDERS, ROOT, bare_accuracy, parse, rejected, run
+
+FOLDER = ROOT / "01_dataparallel"
 
 
 def test_trains_evaluates_and_saves(tmp_path):
     weights = tmp_path / "weights.pt"
-    command = ["bash", ROOT / "01_dataparallel/run.sh", "--epochs", 2, "--data-dir", DIGITS, "--output", weights]
-    result = run(command, tmp_path, OMP_NUM_THREADS="1")  # more threads wait for each other if a core is taken
+    command = ["bash", FOLDER / "run.sh", "--epochs", 1, "--data-dir", DIGITS, "--output", weights]
+    result = run(command, tmp_path, OMP_NUM_THREADS="1")  # threads that share a busy core are slow
     assert result.code == 0, result
-    epochs = result.epochs()
-    assert [line["epoch"] for line in epochs] == ["1", "2"], result
-    assert float(epochs[-1]["loss"]) < float(epochs[0]["loss"]), result
-    assert float(epochs[-1]["accuracy"]) >= 0.9, result
-    assert epochs[-1]["accuracy"] == f"{bare_accuracy(weights):.4f}", result
+    (epoch,) = result.epochs()
+    assert float(epoch["accuracy"]) >= 0.9, result
+    assert epoch["accuracy"] == f"{bare_accuracy(weights):.4f}", result
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "error"),
     [
-        (["--epochs", "0"], "--epochs must be above 0"),
-        (["--epochs", "-1"], "--epochs must be above 0"),
-        (["--epochs", "three"], "--epochs: invalid int value"),
-        (["--batch-size", "0"], "--batch-size must be above 0"),
-        (["--lr", "nan"], "--lr must be above 0"),
-        (["--device", "cuda"], "torch finds 0"),
-        (["--output", "no/such/folder/mnist.pt"], "--output no/such/folder/mnist.pt: cannot write"),
-        (["--output", "."], "--output .: cannot write"),
-        (["--output", __file__ + "/mnist.pt"], "test_01_dataparallel.py/mnist.pt: cannot write"),
-        (["--colour", "red"], "unrecognized arguments: --colour red"),
+        ("--epochs 0", "argument --epochs: must be above 0, not 0"),
+        ("--epochs three", "argument --epochs: invalid positive_int value: 'three'"),
+        ("--lr nan", "argument --lr: must be above 0, not nan"),
+        ("--output no/such/folder/m.pt", "cannot write no/such/folder/m.pt; name a file in a"),
+        ("--output .", "argument --output: cannot write .; name a file in a writable folder"),
+        ("--colour red", "unrecognized arguments: --colour red"),
     ],
 )
-def test_bad_options_get_one_line(folder, options, complaint, monkeypatch, capsys):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.syspath_prepend(ROOT / folder)
-    monkeypatch.setattr("sys.argv", ["train.py", *options])
+def test_every_script_rejects_a_wrong_option(folder, options, error, monkeypatch, capsys):
+    script = ROOT / folder / "train.py"
+    message = rejected(monkeypatch, capsys, script, *options.split(), LOCAL_RANK=0)
+    assert error in message
+
+
+@pytest.mark.parametrize("folder", FOLDERS[:5])  # from 06 on it looks at the checkpoint as well
+def test_check_ends_after_the_options(folder, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
-        load_script(ROOT / folder / "train.py").parse_args()
-    assert stop.value.code == 2
-    usage, error = capsys.readouterr().err.splitlines()
-    assert usage == "usage: train.py [options]"
-    assert error.startswith("train.py: error: ")
-    assert complaint in error
+        parse(monkeypatch, ROOT / folder / "train.py", "--check")
+    assert stop.value.code == 0
+    assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("folder", FOLDERS[:-1])  # 08 refuses in its container
-def test_run_sh_refuses_in_one_line(folder, tmp_path):
-    result = run(["bash", ROOT / folder / "run.sh", "--epochs", 0], tmp_path)
-    assert result.code == 2, result
-    assert result.errors.splitlines() == ["usage: train.py [options]", "train.py: error: --epochs must be above 0"]
-    assert result.output == ""
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("option", ["--amp", "--compile"])
+def test_several_gpus_reject_what_dataparallel_cannot_do(option, monkeypatch, capsys):
+    error = rejected(monkeypatch, capsys, FOLDER / "train.py", option, gpus=2)
+    assert error.startswith("DataParallel has no --amp, --compile: ")
+    parse(monkeypatch, FOLDER / "train.py", option, gpus=1)
+
+
+def test_cuda_needs_a_gpu(monkeypatch, capsys):
+    error = rejected(monkeypatch, capsys, FOLDER / "train.py", "--device", "cuda")
+    assert error == "--device cuda needs a GPU per process, and PyTorch finds 0"

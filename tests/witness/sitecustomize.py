@@ -1,12 +1,13 @@
-"""Put on PYTHONPATH by tests: writes down what each rank brings to an all_reduce, makes one rank fail or sends it a
-signal, counts Gloo's threads at the exit, or changes what compiles a model.
+"""Python reads this file at its start if tests put its folder on PYTHONPATH.
 
-A test must see that every rank took part without any branch in the scripts that exists for tests alone.
+It records each rank's share of the loss, makes one rank fail, sends it a signal, counts Gloo's
+threads at the exit, or chooses what compiles a model: the scripts have no code for tests only.
 """
 
 import os
 
 if "WITNESS" in os.environ:
+    import torch
     import torch.distributed as dist
 
     real_all_reduce = dist.all_reduce
@@ -14,27 +15,28 @@ if "WITNESS" in os.environ:
     def all_reduce(tensor, *args, **kwargs):
         if str(dist.get_rank()) == os.environ.get("FAULTY_RANK"):
             raise RuntimeError("planted by the test")
-        if tensor.numel() == 1 and tensor.is_floating_point():
+        if tensor.ndim == 0 and tensor.dtype == torch.float64:  # the loss
             with open(os.environ["WITNESS"], "a") as file:
                 file.write(f"{dist.get_rank()} {dist.get_world_size()} {tensor.item()!r}\n")
         return real_all_reduce(tensor, *args, **kwargs)
 
     dist.all_reduce = all_reduce
 
-if "SIGNAL_AT_BATCH" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:  # rank, signal, which of the rank's batches
+# SIGNAL_AT_BATCH="1 15 7": rank 1 gets signal 15 when it asks for its 7th batch
+if "SIGNAL_AT_BATCH" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
     from torch.utils.data import dataloader
 
     signalled, number, batch = map(int, os.environ["SIGNAL_AT_BATCH"].split())
     real_next, batches = dataloader._BaseDataLoaderIter.__next__, 0
 
-    def count_and_go_on(self):
+    def count_and_signal(self):
         global batches
         batches += 1
         if batches == batch and int(os.environ["RANK"]) == signalled:
             os.kill(os.getpid(), number)
         return real_next(self)
 
-    dataloader._BaseDataLoaderIter.__next__ = count_and_go_on
+    dataloader._BaseDataLoaderIter.__next__ = count_and_signal
 
 if "THREADS" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
     import atexit

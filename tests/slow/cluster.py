@@ -1,7 +1,7 @@
-"""A Slurm cluster on the two hosts of hosts.py: real munge, slurmctld and slurmd, with all their files in one folder.
+"""A Slurm cluster on the two hosts of hosts.py: real munge, slurmctld and slurmd.
 
-Nothing of this machine's own Slurm or munge is read or changed, and all of it ends with the hosts. It needs root, as
-Slurm's daemons do, and slurm-wlm and munge.
+All its files are in one folder, this machine's own Slurm is neither read nor changed, and the
+daemons end with the hosts. It needs root, slurm-wlm and munge.
 """
 
 import os
@@ -17,7 +17,7 @@ ClusterName=test
 SlurmctldHost=h0
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
+AuthInfo=socket={folder}/munge.socket,cred_expire=5 # a requeued job waits as long, not 120 s
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -44,73 +44,83 @@ FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL"
 
 class Cluster:
     def __init__(self, hosts, folder):
-        """Start it on these hosts; raises OSError with the reason if that cannot be."""
+        """Start it on these hosts; raises OSError with the reason if this machine cannot."""
         for tool in ("munged", "slurmctld", "slurmd", "sbatch", "scontrol"):
             if not shutil.which(tool, path=PATH):
-                raise OSError(f"there is no {tool} here")
+                raise OSError(f"{tool} is not installed")
         if os.geteuid() != 0:
-            raise OSError("its daemons must be root's")
-        self.hosts, self.folder, self.output = hosts, folder, open(folder / "daemons.log", "w")
+            raise OSError("its daemons need root")
+        self.hosts = hosts
+        self.folder = folder
+        self.output = open(folder / "daemons.log", "w")
         folder.chmod(0o755)
         (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder))
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o600)
-        files = [f"--{what}-file={folder}/munge.{what}" for what in ("key", "pid", "seed", "log")]
-        self.start("h0", "munged", "--foreground", "--force", *files, f"--socket={folder}/munge.socket")
+        files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "seed", "log")]
+        socket = f"--socket={folder}/munge.socket"
+        self.start("h0", "munged", "--foreground", "--force", *files, socket)
         self.start("h0", "slurmctld", "-D", "-i")
         for host in ADDRESSES:
             (folder / f"spool-{host}").mkdir()
             self.start(host, "slurmd", "-D", "-N", host)
         try:
-            wait_until(lambda: self.nodes() == {"idle"}, limit=20)
+            wait_until(lambda: self.node_states() == {"idle"}, limit=30)
         except AssertionError:
-            raise OSError(f"its nodes did not come up: {(folder / 'daemons.log').read_text()[-2000:]}") from None
+            log = (folder / "daemons.log").read_text()
+            raise OSError(f"its nodes did not come up: {log[-2000:]}") from None
 
     def environment(self, **settings):
-        return {**clean_environment(), "PATH": PATH, "SLURM_CONF": str(self.folder / "slurm.conf"), **settings}
+        slurm = {"PATH": PATH, "SLURM_CONF": str(self.folder / "slurm.conf")}
+        return clean_environment() | slurm | settings
 
     def start(self, host, *command):
-        command, nothing = self.hosts.on(host, self.folder, *command), subprocess.DEVNULL
-        subprocess.Popen(command, env=self.environment(), stdin=nothing, stdout=self.output, stderr=self.output)
+        command = self.hosts.on(host, self.folder, *command)
+        output = {"stdin": subprocess.DEVNULL, "stdout": self.output, "stderr": self.output}
+        subprocess.Popen(command, env=self.environment(), **output)
 
-    def ask(self, *command, folder=None, check=True, **settings):
+    def run(self, *command, folder=None, limit=60, **settings):
         """Run a command on h0, as a user does; return what it prints."""
-        command = self.hosts.on("h0", folder or self.folder, *command)
-        environment = self.environment(**settings)
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-        assert not check or result.returncode == 0, (command, result)
+        command = self.hosts.on("h0", folder or self.folder, *map(str, command))
+        result = subprocess.run(
+            command, env=self.environment(**settings), capture_output=True, text=True, timeout=limit
+        )
+        assert result.returncode == 0, result
         return result.stdout
 
-    def nodes(self):
-        """The states of the nodes, each once."""
-        return set(self.ask("sinfo", "--noheader", "--format=%T", "--partition=main", check=False).split())
+    def node_states(self):
+        try:
+            return set(self.run("sinfo", "--noheader", "--format=%T", "--partition=main").split())
+        except AssertionError:  # slurmctld is not up yet
+            return set()
 
 
 class Job:
     def __init__(self, cluster, folder, *command, **settings):
-        """Submit a job from a folder, by this command, with these settings in its environment."""
-        self.cluster, self.folder = cluster, folder
-        self.id = cluster.ask(*map(str, command), folder=folder, **settings).split()[-1]
+        """Submit a job from a folder, with these settings in the environment."""
+        self.cluster = cluster
+        self.folder = folder
+        self.id = cluster.run(*command, folder=folder, **settings).split()[-1]
 
     def __repr__(self):
         return f"{self.record()}\n{self.log()}"
 
     def record(self):
-        """What Slurm knows of it: by name, as `scontrol show job` says it."""
-        words = self.cluster.ask("scontrol", "show", "job", "--oneliner", self.id).split()
+        """The fields of `scontrol show job`, by name."""
+        words = self.cluster.run("scontrol", "show", "job", "--oneliner", self.id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def log(self):
         return "".join(path.read_text() for path in self.folder.glob(f"*-{self.id}.log"))
 
-    def wait(self, condition, limit=60):
-        """Wait until a condition holds, which is asked with the job's record."""
+    def wait(self, condition, limit=300):
+        """Wait until a condition holds, which is called with the job's record."""
         end = time.monotonic() + limit
         while not condition(self.record()):
             assert time.monotonic() < end, self
             time.sleep(0.2)
 
-    def finish(self, limit=90):
+    def finish(self, limit=600):
         """Wait for its end; return its state and its exit code."""
         self.wait(lambda record: record["JobState"] in FINAL, limit)
         code, _, signal = self.record()["ExitCode"].partition(":")
@@ -118,5 +128,5 @@ class Job:
         return self.record()["JobState"], int(code)
 
     def start_again(self):
-        """Wait until it was in the queue again, and runs again when Slurm's own time for that is over."""
+        """Wait until it has been requeued and runs again."""
         self.wait(lambda record: record["Restarts"] == "1" and record["JobState"] != "PENDING")
