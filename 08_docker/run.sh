@@ -15,7 +15,7 @@ echo "run.sh: building the image mnist-ddp, which takes minutes the first time" 
 # shellcheck disable=SC2086 # BUILD_OPTIONS holds several words
 DOCKER_BUILDKIT=1 docker build --quiet ${BUILD_OPTIONS:-} --tag mnist-ddp --file "$here/Dockerfile" "$here/.." >/dev/null
 case " $* " in *" --help "* | *" -h "*) exec docker run --rm mnist-ddp python /app/train.py --help ;; esac
-gpus=$(nvidia-smi -L 2>/dev/null | wc -l || true)
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 NPROC=${NPROC:-$((gpus > 0 ? gpus : 2))} cores=$(nproc)
 
 options=(--rm --init --stop-timeout=60 --shm-size=1g)       # torchrun needs 30 s; memory for workers and NCCL
@@ -35,6 +35,8 @@ if [ "${NNODES:-1}" = 1 ]; then
   exec docker run "${options[@]}" mnist-ddp \
     torchrun --standalone --nproc-per-node="$NPROC" --max-restarts=3 /app/train.py "$@"
 fi
-echo "run.sh: waiting for $NNODES nodes at $MASTER_ADDR: is this address right, its port open (nc -zv)?" >&2
-exec docker run "${options[@]}" --network=host mnist-ddp torchrun --nnodes="$NNODES" --node-rank="$NODE_RANK" \
-  --nproc-per-node="$NPROC" --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}" /app/train.py "$@"
+limit=${START_TIMEOUT:-300} address=${MASTER_ADDR:?set it to an address of node 0}
+echo "run.sh: waiting up to $limit s for $NNODES nodes at $address: is it right, its port open (nc -zv)?" >&2
+exec docker run "${options[@]}" --network=host mnist-ddp \
+  torchrun --nnodes="$NNODES" --node-rank="${NODE_RANK:?set it to 0, 1, ...}" --nproc-per-node="$NPROC" \
+  --master-addr="$address" --master-port="${MASTER_PORT:-29500}" --rdzv-conf="timeout=$limit" /app/train.py "$@"

@@ -32,6 +32,7 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
 ReturnToService=0
 KillWait=30
+MinJobAge=3600
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 NodeName=h0,h1 CPUs=4 RealMemory=6000 State=UNKNOWN
