@@ -79,7 +79,7 @@ def train(args):
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     device = torch.device(args.device)
-    torch.manual_seed(args.seed + rank)  # DDP-1: dropout
+    torch.manual_seed(args.seed)
 
     # 2. Data
     train_set, test_set = load_mnist(args.data_dir)
@@ -97,6 +97,7 @@ def train(args):
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     model = DDP(net, device_ids=[local_rank] if use_cuda else None, gradient_as_bucket_view=True)
     model.broadcast_buffers = False  # but in evaluate()
+    torch.manual_seed(args.seed + rank)  # different dropout per rank
     if args.compile:
         model = torch.compile(model)
 

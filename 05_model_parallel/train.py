@@ -99,7 +99,7 @@ def train(args):
     dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timeout)
     rank = dist.get_rank()
     world_size = dist.get_world_size()
-    torch.manual_seed(args.seed + rank)  # dropout
+    torch.manual_seed(args.seed)
 
     # 2. Data
     train_set, test_set = load_mnist(args.data_dir)
@@ -114,6 +114,7 @@ def train(args):
     net = SplitConvNet(args.devices, args.chunks)
     model = DDP(net, device_ids=None, gradient_as_bucket_view=True)  # MP-4: on several devices
     model.broadcast_buffers = False  # but in evaluate()
+    torch.manual_seed(args.seed + rank)  # different dropout per rank
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss()

@@ -202,7 +202,7 @@ def test_reports_that_it_takes_the_cpu_where_there_is_one_gpu(monkeypatch, capsy
     settings = {"RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     args = parse(monkeypatch, FOLDER / "train.py", gpus=1, **settings)
     assert [device.type for device in args.devices] == ["cpu", "cpu"]
-    line = "training on the CPU: it takes 2 GPUs, and PyTorch finds 1\n"
+    line = "training on the CPU: it needs 2 GPUs, and PyTorch finds 1\n"
     assert capsys.readouterr().out == line
 
 

@@ -34,7 +34,7 @@ case "$*" in
   "show hostnames"*) echo 127.0.0.1 ;;
   "show job 7") cat command ;;
   "show job --oneliner 7") kill -TERM $$; cat record ;;  # signals reach all processes of a job
-  *) sleep 1; echo "scontrol $*" >> calls ;;
+  *) sleep "${DELAY:-0}"; echo "scontrol $*" >> calls ;;
 esac
 """
 SRUN = """
@@ -75,7 +75,7 @@ def test_a_stopped_job_is_requeued_and_resumes(tmp_path):
     path = fake_slurm(tmp_path, sbatch=[settings, SBATCH])
     job = ["bash", project / "run.sh", "--data-dir", "a project/common", "--epochs", 1]
     stop = {**WITNESS, "TORCHELASTIC_RUN_ID": "any", "SIGNAL_AT_BATCH": f"1 {signal.SIGTERM:d} 3"}
-    stopped = run(job, tmp_path, PATH=path, **stop)
+    stopped = run(job, tmp_path, PATH=path, DELAY="3", **stop)
     progress = "after 0 of 1 epochs and 384 of 1260 images"
     assert stopped.output.endswith(
         f"\nstopped {progress}; rerun the same command to resume\nrequeueing job 7\n"

@@ -90,7 +90,7 @@ def test_resumes_on_another_number_of_processes(small, tmp_path):
     record = "print(len(self), indices, file=open(os.environ['SEEN'], 'a'))"
     edit(project, "common/data.py", (line, f"{record}\n        {line}"))
     seen = tmp_path / "seen"
-    options = ["--data-dir", project / "common", "--epochs", 14, "--batch-size", 20]
+    options = ["--data-dir", project / "common", "--epochs", 9, "--batch-size", 20]
 
     def batches():
         return seen.read_text().splitlines() if seen.exists() else []
@@ -98,7 +98,7 @@ def test_resumes_on_another_number_of_processes(small, tmp_path):
     for ranks in (3, 3, 2):
         torch_run = ["torchrun", "--standalone", f"--nproc-per-node={ranks}"]
         running = Running([*torch_run, project / "train.py", *options], tmp_path, SEEN=str(seen))
-        enough = len(batches()) + 180
+        enough = len(batches()) + 110
         wait_until(lambda enough=enough: len(batches()) >= enough, running, limit=LIMIT)
         running.process.terminate()
         result = running.finish(LIMIT)
@@ -116,7 +116,7 @@ def test_resumes_on_another_number_of_processes(small, tmp_path):
             epochs[-1].update(json.loads(indices))
         previous = size
     once = dict.fromkeys(range(1260), 1)
-    assert [dict(sorted(epoch.items())) for epoch in epochs] == [once] * 14
+    assert [dict(sorted(epoch.items())) for epoch in epochs] == [once] * 9
 
 
 def test_ctrl_c_saves_once(small, tmp_path):

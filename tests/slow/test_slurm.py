@@ -99,6 +99,7 @@ def test_by_hand_in_an_allocation(cluster, project, undisturbed, tmp_path):
     script = "\n".join(script).replace("07_slurm/train.py", '"$PROJECT/train.py"')
     (tmp_path / "common").symlink_to(project / "common")
     settings = {"PROJECT": str(project), "OPTIONS": f"--data-dir common {words(OPTIONS)}"}
+    settings["OMP_NUM_THREADS"] = "1"
     command = [*allocate.split(), "bash", "-euc", script]
     output = cluster.run(*command, folder=tmp_path, limit=600, **settings)
     assert epochs(output) == epochs(undisturbed[2].log()) * 2, output
