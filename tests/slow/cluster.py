@@ -5,12 +5,9 @@ daemons end with the hosts. It needs root, slurm-wlm and munge.
 """
 
 import os
-import shutil
-import subprocess
 import time
 
-from helpers import clean_environment, wait_until
-from hosts import ADDRESSES, PATH
+from hosts import ADDRESSES, Daemons
 
 CONFIGURATION = """
 ClusterName=test
@@ -43,18 +40,11 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=10
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL"}
 
 
-class Cluster:
+class Cluster(Daemons):
     def __init__(self, hosts, folder):
-        """Start it on these hosts; raises OSError with the reason if this machine cannot."""
-        for tool in ("munged", "slurmctld", "slurmd", "sbatch", "scontrol"):
-            if not shutil.which(tool, path=PATH):
-                raise OSError(f"{tool} is not installed")
-        if os.geteuid() != 0:
-            raise OSError("its daemons need root")
-        self.hosts = hosts
-        self.folder = folder
-        self.output = open(folder / "daemons.log", "w")
-        folder.chmod(0o755)
+        """Start it on these hosts; raises OSError with the reason if that is not possible."""
+        tools = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
+        super().__init__(hosts, folder, tools, SLURM_CONF=str(folder / "slurm.conf"))
         (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder))
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o600)
@@ -65,35 +55,10 @@ class Cluster:
         for host in ADDRESSES:
             (folder / f"spool-{host}").mkdir()
             self.start(host, "slurmd", "-D", "-N", host)
-        try:
-            wait_until(lambda: self.node_states() == {"idle"}, limit=30)
-        except AssertionError:
-            log = (folder / "daemons.log").read_text()
-            raise OSError(f"its nodes did not come up: {log[-2000:]}") from None
-
-    def environment(self, **settings):
-        slurm = {"PATH": PATH, "SLURM_CONF": str(self.folder / "slurm.conf")}
-        return clean_environment() | slurm | settings
-
-    def start(self, host, *command):
-        command = self.hosts.on(host, self.folder, *command)
-        output = {"stdin": subprocess.DEVNULL, "stdout": self.output, "stderr": self.output}
-        subprocess.Popen(command, env=self.environment(), **output)
-
-    def run(self, *command, folder=None, limit=60, **settings):
-        """Run a command on h0, as a user does; return what it prints."""
-        command = self.hosts.on("h0", folder or self.folder, *map(str, command))
-        result = subprocess.run(
-            command, env=self.environment(**settings), capture_output=True, text=True, timeout=limit
-        )
-        assert result.returncode == 0, result
-        return result.stdout
+        self.wait_until_up(lambda: self.node_states() == {"idle"})
 
     def node_states(self):
-        try:
-            return set(self.run("sinfo", "--noheader", "--format=%T", "--partition=main").split())
-        except AssertionError:  # slurmctld is not up yet
-            return set()
+        return set(self.run("sinfo", "--noheader", "--format=%T", "--partition=main").split())
 
 
 class Job:
