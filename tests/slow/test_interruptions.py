@@ -154,12 +154,18 @@ def test_signals_to_all_processes_with_dataloader_workers(small, undisturbed, tm
 
 @pytest.mark.parametrize("starting", ["torchrun", "-u"], ids=["torchrun", "ranks"])
 def test_sigterm_while_it_starts(starting, small, tmp_path):
-    """torchrun runs the ranks with `python -u`; finish() fails if a process is left."""
+    """torchrun runs the ranks with `python -u`; finish() fails if a process is left.
+
+    It signals when the process imports torch: torchrun loses a rank that it has not quite forked.
+    """
 
     def started():
-        files = [Path(f"/proc/{process}/cmdline") for process in processes(running.token)]
-        with contextlib.suppress(OSError):  # a process has ended
-            return any(starting in re.split("[/\0]", file.read_text()) for file in files)
+        for folder in (Path(f"/proc/{process}") for process in processes(running.token)):
+            with contextlib.suppress(OSError):  # a process has ended
+                words = re.split("[/\0]", (folder / "cmdline").read_text())
+                if starting in words and "libtorch" in (folder / "maps").read_text():
+                    return True
+        return False
 
     running = Running(command(small, *ENDLESS), tmp_path)
     wait_until(started, running, limit=LIMIT)
