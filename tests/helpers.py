@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("0*/train.py"))
 DIGITS = ROOT / "common"  # as --data-dir: the bundled digits, without a download
+FEW = 140 * 9  # training images in a copy
+IGNORED = shutil.ignore_patterns(".git", ".venv", "*cache*", "data", "*.pt")
 WITNESS = {"PYTHONPATH": str(ROOT / "tests/witness")}  # makes Python read witness/sitecustomize.py
 EPOCH = re.compile(
     r"epoch (?P<epoch>\d+)/(?P<epochs>\d+)  loss (?P<loss>\d+\.\d{4})  "
@@ -168,26 +170,33 @@ RANKS.set_forkserver_preload(
 )
 
 
-def run_ranks(script, nproc, *options, cwd, limit=300):
-    """Run a script in as many ranks as torchrun would start, for tests of what it computes."""
-    command = ["torchrun", "--standalone", f"--nproc-per-node={nproc}", script, *options]
-    launch = {"WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+def start_ranks(script, nproc, options, cwd, files, **environment):
+    """Start a script in ranks as torchrun does; they append to two files, output and errors."""
+    launch = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+    launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **environment}
+    ranks = []
+    for rank in range(nproc):
+        settings = {"RANK": rank, "LOCAL_RANK": rank, **launch}
+        given = (Path(cwd, script), options, cwd, settings, files)
+        ranks.append(RANKS.Process(target=run_rank, args=given))
+        ranks[-1].start()
+    return ranks
+
+
+def run_ranks(script, nproc, *options, cwd, errors=None, limit=300, **environment):
+    """Run a script in ranks, for tests of what it computes; errors may be a terminal."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, name) for name in ("output", "errors")]
-        ranks = []
-        for rank in range(nproc):
-            settings = {**launch, "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": nproc}
-            given = (Path(cwd, script), options, cwd, settings, files)
-            ranks.append(RANKS.Process(target=run_rank, args=given))
-            ranks[-1].start()
+        files = [Path(folder, "output"), errors or Path(folder, "errors")]
+        ranks = start_ranks(script, nproc, options, cwd, files, **environment)
         for process in ranks:
             process.join(max(0, start + limit - time.monotonic()))
         for process in ranks:
             process.kill()
             process.join()
         code = max(abs(process.exitcode) for process in ranks)
-        printed = [file.read_text() for file in files]
+        printed = [file.read_text() if file.is_file() else "" for file in files]
+    command = ["torchrun", "--standalone", f"--nproc-per-node={nproc}", script, *options]
     return Result(command, code, *printed, time.monotonic() - start)
 
 
@@ -197,8 +206,10 @@ def run_rank(script, options, cwd, settings, files):
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     torch.set_num_threads(1)
+    if "PYTHONPATH" in settings:  # which a new Python would read at its start
+        runpy.run_path(str(ROOT / "tests/witness/sitecustomize.py"))
     sys.argv = [str(script), *map(str, options)]
-    sys.path.insert(0, str(script.parent))
+    sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(str(script), run_name="__main__")
 
 
@@ -206,22 +217,6 @@ def free_port():
     """A port on which nothing listens."""
     with socket.create_server(("", 0)) as listener:
         return listener.getsockname()[1]
-
-
-def run_two_nodes(script, options, cwd, **settings):
-    """Run a launch file as two nodes of one process each on this machine; prints both exit codes.
-
-    Node 0 writes to node0.out and node0.err, and node 1 to node1.out and node1.err.
-    """
-    start = [
-        f"NODE_RANK={rank} bash '{script}' {options[rank]} "
-        f"> node{rank}.out 2> node{rank}.err & node{rank}=$!"
-        for rank in (0, 1)
-    ]
-    end = 'wait "$node0"; first=$?; wait "$node1"; echo "$first $?"'
-    settings = settings or {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    settings = {"NNODES": "2", "NPROC": "1", **settings}
-    return run(["bash", "-c", "\n".join([*start, end])], cwd, **settings)
 
 
 def processes(token):
@@ -301,7 +296,7 @@ def rejected(monkeypatch, capsys, script, *options, **settings):
 
 def bare_accuracy(weights):
     """The accuracy of saved weights, image by image, without the code of the scripts."""
-    from common.data import load_mnist
+    from common.data import load_mnist  # here: a rank imports this file, then a copy's common/
     from common.model import ConvNet
 
     model = ConvNet()
@@ -313,45 +308,64 @@ def bare_accuracy(weights):
     return right / len(test_set)
 
 
-def check_two_ranks(script, tmp_path, *options, epochs, at_least=0.9, data=DIGITS):
-    """Train with a launch file's default of two ranks, and return the result.
+class Launch(Running):
+    """A run.sh of a copied repository with few digits, started in a folder of its own."""
 
-    Both ranks take part, and the saved weights have the accuracy that it prints.
-    """
-    weights, witness = tmp_path / "weights.pt", tmp_path / "witness"
-    command = ["bash", script, *options, "--data-dir", data, "--output", weights]
-    result = run(command, tmp_path, **WITNESS, WITNESS=str(witness))
-    assert result.code == 0, result
-    lines = result.epochs()
-    assert [line["epoch"] for line in lines] == [str(n) for n in range(1, epochs + 1)], result
-    assert float(lines[-1]["accuracy"]) >= at_least, result
-    assert lines[-1]["accuracy"] == f"{bare_accuracy(weights):.4f}", result
-    check_witness(witness, lines, images=1438 * 9 if data == DIGITS else 140 * 9)
-    return result
+    def __init__(self, place, repository, folder, *options, tools=None, **settings):
+        self.place = place
+        place.mkdir()
+        (place / "data").symlink_to(repository / "common")
+        environment = {**WITNESS, "WITNESS": str(place / "witness"), **settings}
+        environment["APP"] = str(repository / folder / "train.py")  # for a fake docker
+        if tools:
+            environment["PATH"] = tools(place)
+        super().__init__(["bash", repository / folder / "run.sh", *options], place, **environment)
+
+    def check(self, epochs=3, ranks=2, at_least=0.5, accuracy_of=bare_accuracy):
+        """All ranks have taken part, and the saved weights have the accuracy that was printed."""
+        result = self.finish()
+        assert result.code == 0, result
+        own = [line for line in result.errors.splitlines() if "/a copy/" in line]
+        assert not any("Warning" in line for line in own), result  # deprecated in this torch
+        lines = result.epochs()
+        assert [line["epoch"] for line in lines] == [str(n) for n in range(1, epochs + 1)], result
+        assert float(lines[-1]["accuracy"]) >= at_least, result
+        accuracy = accuracy_of(self.place / "mnist.pt")
+        assert lines[-1]["accuracy"] == f"{accuracy:.4f}", result
+        if ranks > 1:
+            check_witness(self.place / "witness", lines, ranks)
+        return result
 
 
-def check_witness(witness, epochs, world_size=2, images=1438 * 9):
+def check_witness(witness, epochs, world_size):
     """Each rank adds its share to each epoch's loss, which is the mean over all images."""
     rows = [line.split() for line in witness.read_text().splitlines()]
     assert {int(world) for _, world, _ in rows} == {world_size}
-    shares = [
-        [float(loss) for rank, _, loss in rows if int(rank) == each] for each in range(world_size)
-    ]
-    images = math.ceil(images / world_size) * world_size
+    images = math.ceil(FEW / world_size) * world_size
     for number, line in enumerate(epochs):
-        losses = [rank[number] for rank in shares]
+        ranks = [[float(row[2]) for row in rows if int(row[0]) == n] for n in range(world_size)]
+        losses = [losses[number] for losses in ranks]
         assert min(losses) > 0
         assert abs(float(line["loss"]) - sum(losses) / images) < 6e-5
 
 
 def copy_project(folder, script, *others):
-    """Copy a script, other files of its folder and common/, as a reader does for a project."""
+    """Copy a script, other files of its folder and common/ as a reader does, with few digits."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in (script.name, *others):
         shutil.copy(script.parent / name, folder / name)
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "common", folder / "common", ignore=ignored)
-    return folder / script.name
+    shutil.copytree(ROOT / "common", folder / "common", ignore=IGNORED)
+    fewer_digits(folder)
+    return folder
+
+
+def copy_repository(folder):
+    """Copy this repository, with few digits and room for a project."""
+    shutil.copytree(ROOT, folder, ignore=IGNORED)
+    fewer_digits(folder)
+    (folder / "data").symlink_to("common")
+    (folder / "YOUR_PROJECT").mkdir()
+    return folder
 
 
 def edit(project, file, *changes):
@@ -365,7 +379,7 @@ def edit(project, file, *changes):
 
 
 def fewer_digits(project):
-    """Let the copy train on 140 digits at nine positions each: 630 images for each of two ranks."""
+    """Let the copy train on 140 digits at nine positions each, in place of 1,438."""
     changes = ("images[:1438,", "images[:140,"), ("labels[:1438]", "labels[:140]")
     edit(project, "common/data.py", *changes)
 

@@ -1,19 +1,14 @@
-"""01: one process; the base of all other scripts."""
+"""01: one process; and what the options of all scripts have in common."""
 
 import pytest
-from helpers import DIGITS, FOLDERS, ROOT, bare_accuracy, parse, rejected, run
+from helpers import FOLDERS, ROOT, parse, rejected
 
 FOLDER = ROOT / "01_dataparallel"
 
 
-def test_trains_evaluates_and_saves(tmp_path):
-    weights = tmp_path / "weights.pt"
-    command = ["bash", FOLDER / "run.sh", "--epochs", 1, "--data-dir", DIGITS, "--output", weights]
-    result = run(command, tmp_path, OMP_NUM_THREADS="1")  # threads that share a busy core are slow
-    assert result.code == 0, result
-    (epoch,) = result.epochs()
-    assert float(epoch["accuracy"]) >= 0.9, result
-    assert epoch["accuracy"] == f"{bare_accuracy(weights):.4f}", result
+@pytest.mark.launch("01_dataparallel", OMP_NUM_THREADS="1")  # two are slow where a core is busy
+def test_trains_evaluates_and_saves(launched):
+    launched.check(ranks=1)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -30,8 +25,14 @@ def test_trains_evaluates_and_saves(tmp_path):
 )
 def test_every_script_rejects_a_wrong_option(folder, options, error, monkeypatch, capsys):
     script = ROOT / folder / "train.py"
-    message = rejected(monkeypatch, capsys, script, *options.split(), LOCAL_RANK=0)
-    assert error in message
+    assert error in rejected(monkeypatch, capsys, script, *options.split(), LOCAL_RANK=0)
+
+
+@pytest.mark.parametrize("folder", FOLDERS[1:4] + FOLDERS[5:])
+def test_sync_bn_needs_gpus(folder, monkeypatch, capsys):
+    script = ROOT / folder / "train.py"
+    error = rejected(monkeypatch, capsys, script, "--sync-bn", LOCAL_RANK=0)
+    assert error == "--sync-bn needs GPUs"
 
 
 @pytest.mark.parametrize("folder", FOLDERS[:5])  # from 06 on it looks at the checkpoint as well

@@ -3,27 +3,14 @@
 import sys
 
 import pytest
-from helpers import (
-    ROOT,
-    Running,
-    check_two_ranks,
-    copy_project,
-    fewer_digits,
-    free_port,
-    parse,
-    rejected,
-)
+from helpers import ROOT, Running, free_port, parse, rejected
 
-FOLDER = ROOT / "03_ddp_multinode_spawn"
-SCRIPT = FOLDER / "train.py"
+SCRIPT = ROOT / "03_ddp_multinode_spawn/train.py"
 
 
-def test_two_nodes_train_evaluate_and_save(tmp_path):
-    project = tmp_path / "my project"
-    copy_project(project, SCRIPT, "run.sh")
-    fewer_digits(project)
-    run, data = project / "run.sh", project / "common"
-    check_two_ranks(run, tmp_path, epochs=3, at_least=0.6, data=data)
+@pytest.mark.launch("03_ddp_multinode_spawn")
+def test_two_nodes_train_evaluate_and_save(launched):
+    launched.check()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """05: four ways to split a model, each against the same training on one device."""
 
-import re
 import shutil
 
 import pytest
@@ -8,63 +7,48 @@ import torch
 from helpers import (
     DIGITS,
     ROOT,
-    Running,
     bare_accuracy,
     copy_project,
     distance,
     edit,
-    fewer_digits,
     load_script,
     parse,
     rejected,
-    run,
     run_ranks,
     without_batch_norm,
 )
 
 FOLDER = ROOT / "05_model_parallel"
-SCRIPTS = ("train.py", "pipeline.py", "tensor_parallel.py", "fsdp.py")
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """A copy that trains on 1,260 images, 21 steps of 60 per epoch."""
-    small = tmp_path_factory.mktemp("small") / "a project"
-    copy_project(small, FOLDER / "train.py", *SCRIPTS[1:], "run.sh")
-    fewer_digits(small)
-    return small
+def launch(script, *options):
+    """Both ranks have batches of 30 images, or one of 60, and so 21 steps per epoch."""
+    mark = pytest.mark.launch("05_model_parallel", script, "--epochs", 2, *options, NPROC="2")
+    return pytest.param(script, marks=mark, id=script)
 
 
-@pytest.fixture(scope="module")
-def jobs(small):
-    """All four scripts, started at once through run.sh with two processes each."""
-    jobs = {}
-    for script in SCRIPTS:
-        batch = 30 if script in ("train.py", "fsdp.py") else 60  # per process, or of both
-        command = ["bash", small / "run.sh", script, "--batch-size", batch, "--epochs", 2]
-        command += ["--data-dir", small / "common", "--output", f"{script}.pt"]
-        command += ["--chunks", 3] if script in ("train.py", "pipeline.py") else []
-        jobs[script] = Running(command, small, NPROC="2")
-    yield jobs
-    for job in jobs.values():
-        job.kill_all()
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_trains_evaluates_and_saves(script, jobs, small):
-    result = jobs[script].finish()
-    assert result.code == 0, result
+@pytest.mark.parametrize(
+    "script",
+    [
+        launch("train.py", "--batch-size", 30, "--chunks", 3),
+        launch("pipeline.py", "--batch-size", 60, "--chunks", 3),
+        launch("tensor_parallel.py", "--batch-size", 60),
+        launch("fsdp.py", "--batch-size", 30),
+    ],
+)
+def test_trains_evaluates_and_saves(script, launched):
+    if script == "fsdp.py" and torch.__version__.startswith("2.6."):
+        assert "'Stream' object has no attribute 'record_event'" in launched.finish().errors
+        pytest.xfail("a defect of torch 2.6 on the CPU")
+    accuracy_of = mlp_accuracy if script == "tensor_parallel.py" else bare_accuracy
+    summed = script in ("train.py", "fsdp.py")  # in the others all ranks have the same images
+    result = launched.check(epochs=2, ranks=2 if summed else 1, accuracy_of=accuracy_of)
     assert result.errors == "", result
-    weights, epochs = small / f"{script}.pt", result.epochs()
-    assert [line["epoch"] for line in epochs] == ["1", "2"], result
-    assert float(epochs[-1]["accuracy"]) >= 0.5, result
-    saved = mlp_accuracy(weights) if script == "tensor_parallel.py" else bare_accuracy(weights)
-    assert epochs[-1]["accuracy"] == f"{saved:.4f}", result
     if script == "fsdp.py":  # 29,034 parameters of 4 bytes, on two ranks
         shards = "bytes of parameters per rank: [58068, 58068]; epochs done: 0"
         assert result.output.splitlines()[0] == shards
     if script == "pipeline.py":  # no trial run counts in BatchNorm's statistics
-        state = torch.load(weights, weights_only=True)
+        state = torch.load(launched.place / "mnist.pt", weights_only=True)
         micro_batches = 2 * 21 * 3
         assert state["layer1.1.num_batches_tracked"] == micro_batches
         assert state["layer2.1.num_batches_tracked"] == micro_batches
@@ -83,9 +67,11 @@ def mlp_accuracy(weights):
 
 
 @pytest.fixture(scope="module")
-def exact(small, tmp_path_factory):
+def exact(tmp_path_factory):
     """A copy whose batches may be split."""
-    exact = shutil.copytree(small, tmp_path_factory.mktemp("exact") / "project")
+    others = ("pipeline.py", "tensor_parallel.py", "fsdp.py")
+    exact = tmp_path_factory.mktemp("exact") / "project"
+    copy_project(exact, FOLDER / "train.py", *others)
     shutil.copy(ROOT / "04_ddp_torchrun/train.py", exact / "one_device.py")
     without_batch_norm(exact)
     float64 = "dtype=torch.float64, device=device"
@@ -204,11 +190,3 @@ def test_reports_that_it_takes_the_cpu_where_there_is_one_gpu(monkeypatch, capsy
     assert [device.type for device in args.devices] == ["cpu", "cpu"]
     line = "training on the CPU: it needs 2 GPUs, and PyTorch finds 1\n"
     assert capsys.readouterr().out == line
-
-
-def test_run_sh_rejects_a_wrong_number_of_processes(tmp_path):
-    result = run(["bash", FOLDER / "run.sh", "pipeline.py"], tmp_path, NPROC="3")
-    assert result.code == 2, result
-    usage, error = result.errors.splitlines()
-    assert usage == "usage: pipeline.py [options]"
-    assert re.fullmatch("pipeline.py: error: the network has 2 stages: .*, not 3", error)

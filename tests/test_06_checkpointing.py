@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -9,10 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import (
-    DIGITS,
     ROOT,
     Running,
-    check_two_ranks,
     copy_project,
     edit,
     equal,
@@ -26,28 +25,25 @@ FOLDER = ROOT / "06_checkpointing"
 RUN = FOLDER / "run.sh"
 
 
-def test_two_ranks_train_and_a_rerun_has_nothing_to_do(tmp_path):
-    check_two_ranks(RUN, tmp_path, "--save-every", 1000, epochs=3, at_least=0.95)
-    (tmp_path / "weights.pt").rename(tmp_path / "first.pt")
-    options = ["--data-dir", DIGITS, "--output", "weights.pt"]
-    again = run_ranks(FOLDER / "train.py", 2, *options, cwd=tmp_path)
+@pytest.mark.launch("06_checkpointing")
+def test_two_ranks_train_and_a_rerun_has_nothing_to_do(launched, repository):
+    launched.check()
+    place = launched.place
+    first = (place / "mnist.pt").rename(place / "first.pt")
+    again = run_ranks(repository / "06_checkpointing/train.py", 2, cwd=place)
     assert again.code == 0, again
-    progress = "3 of 3 epochs and 0 of 12942 images"
+    progress = "3 of 3 epochs and 0 of 1260 images"
     assert again.output == f"resuming from checkpoint.pt, after {progress}\n", again
-    assert equal(tmp_path / "first.pt", tmp_path / "weights.pt")
-
-    rejected = run(["bash", RUN, *options, "--seed", 1], tmp_path)
-    assert rejected.code == 1, rejected
-    problem = "made with --seed 0, not 1; delete it to start from scratch"
-    assert rejected.errors == f"error: --checkpoint checkpoint.pt: {problem}\n", rejected
+    assert equal(first, place / "mnist.pt")
 
 
-def test_another_network_on_other_data_is_stopped_and_resumes(tmp_path):
-    """Only what a reader replaces is replaced: the data in section 2 and the network in section 3.
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A copy with another network and other data: only what a reader replaces is replaced.
 
     The labels are the larger of two sums; dropout draws random numbers in each step.
     """
-    project = copy_project(tmp_path / "my project", FOLDER / "train.py", "run.sh").parent
+    project = copy_project(tmp_path_factory.mktemp("copy") / "my project", FOLDER / "train.py")
     data = """\
     points = torch.randn(1000, 6, generator=torch.Generator().manual_seed(0))
     labels = (points[:, :3].sum(1) > points[:, 3:].sum(1)).long()
@@ -68,11 +64,12 @@ def test_another_network_on_other_data_is_stopped_and_resumes(tmp_path):
         ("from common.model import ConvNet\n", ""),
         ("import DataLoader, ", "import DataLoader, TensorDataset, "),
     )
-    options = ["--epochs", 20, "--batch-size", 16]  # 500 steps
-    undisturbed = ["--checkpoint", "undisturbed-run.pt", "--output", "undisturbed.pt"]
-    result = run_ranks(project / "train.py", 2, *options, *undisturbed, cwd=tmp_path)
-    assert result.code == 0, result
+    shutil.copy(RUN, project)
+    return project
 
+
+def test_another_network_on_other_data_is_stopped_and_resumes(project, tmp_path):
+    options = ["--epochs", 20, "--batch-size", 16]  # 500 steps
     running = Running(["bash", project / "run.sh", *options], tmp_path)
     wait_for("epoch 1/20", running)
     running.process.send_signal(signal.SIGTERM)
@@ -80,12 +77,19 @@ def test_another_network_on_other_data_is_stopped_and_resumes(tmp_path):
     assert stopped.code == 75, stopped
     last = stopped.output.splitlines()[-1]
     assert last.startswith("stopped after ") and last.endswith("rerun the same command to resume")
-    rest = run(["bash", project / "run.sh", *options], tmp_path)
+    rejected = run(["bash", project / "run.sh", *options, "--seed", 1], tmp_path)
+    assert rejected.code == 1, rejected
+    problem = "made with --seed 0, not 1; delete it to start from scratch"
+    assert rejected.errors == f"error: --checkpoint checkpoint.pt: {problem}\n", rejected
+    rest = run_ranks(project / "train.py", 2, *options, cwd=tmp_path)
     assert rest.code == 0, rest
     progress = last.removeprefix("stopped after ").split(";")[0]
     assert rest.output.startswith(f"resuming from checkpoint.pt, after {progress}\n"), rest
-    assert equal(tmp_path / "mnist.pt", tmp_path / "undisturbed.pt")
     assert float(rest.epochs()[-1]["accuracy"]) > 0.9, rest
+    undisturbed = ["--checkpoint", "undisturbed-run.pt", "--output", "undisturbed.pt"]
+    result = run_ranks(project / "train.py", 2, *options, *undisturbed, cwd=tmp_path)
+    assert result.code == 0, result
+    assert equal(tmp_path / "mnist.pt", tmp_path / "undisturbed.pt")
 
 
 class RunsCode:

@@ -7,16 +7,13 @@ import signal
 import pytest
 from helpers import (
     ROOT,
-    WITNESS,
     bare_accuracy,
-    check_two_ranks,
-    copy_project,
     fake_tools,
-    fewer_digits,
     free_port,
     load_script,
     parse,
     run,
+    run_ranks,
 )
 
 FOLDER = ROOT / "07_slurm"
@@ -51,7 +48,9 @@ wait $first && exit $code
 
 
 def fake_slurm(folder, **tools):
-    tools = {"sbatch": [SBATCH], "scontrol": [SCONTROL], "srun": [SRUN], **tools}
+    """A PATH with tools that look like Slurm's, and run a job's processes on this machine."""
+    sbatch = f"export MASTER_PORT={free_port()}"
+    tools = {"sbatch": [sbatch, SBATCH], "scontrol": [SCONTROL], "srun": [SRUN], **tools}
     return fake_tools(folder / "fake", **tools)
 
 
@@ -59,34 +58,38 @@ def record(state="RUNNING", requeue=1, batch=1):
     return f"JobId=7 JobState={state} Requeue={requeue} Restarts=0 BatchFlag={batch} Reboot=0\n"
 
 
-def test_both_ranks_train_evaluate_and_save(tmp_path, monkeypatch):
-    settings = f"export MASTER_PORT={free_port()}"
-    monkeypatch.setenv("PATH", fake_slurm(tmp_path, sbatch=[settings, SBATCH]))
-    check_two_ranks(RUN, tmp_path, "--epochs", 1, "--save-every", 1000, epochs=1)
-    assert (tmp_path / "calls").read_text().startswith("srun --kill-on-bad-exit=1 ")
+@pytest.mark.launch("07_slurm", tools=fake_slurm)
+def test_both_ranks_train_evaluate_and_save(launched):
+    launched.check()
+    assert (launched.place / "calls").read_text().startswith("srun --kill-on-bad-exit=1 ")
 
 
-def test_a_stopped_job_is_requeued_and_resumes(tmp_path):
-    """With LAUNCHER=srun; it is requeued before any of its processes ends."""
-    project = copy_project(tmp_path / "a project", FOLDER / "train.py", "run.sh").parent
-    fewer_digits(project)
-    (tmp_path / "record").write_text(record())
-    settings = f"export LAUNCHER=srun MASTER_PORT={free_port()}"
-    path = fake_slurm(tmp_path, sbatch=[settings, SBATCH])
-    job = ["bash", project / "run.sh", "--data-dir", "a project/common", "--epochs", 1]
-    stop = {**WITNESS, "TORCHELASTIC_RUN_ID": "any", "SIGNAL_AT_BATCH": f"1 {signal.SIGTERM:d} 3"}
-    stopped = run(job, tmp_path, PATH=path, DELAY="3", **stop)
+def by_srun(folder):
+    """Start the processes by srun; signal rank 1 at its 3rd batch; record a job to be requeued."""
+    (folder / "record").write_text(record())
+    stop = "TORCHELASTIC_RUN_ID=any DELAY=3 LAUNCHER=srun"
+    return fake_slurm(folder, sbatch=[f"export {stop} MASTER_PORT={free_port()}", SBATCH])
+
+
+STOP = f"1 {signal.SIGTERM:d} 3"
+
+
+@pytest.mark.launch("07_slurm", "--epochs", 1, tools=by_srun, SIGNAL_AT_BATCH=STOP)
+def test_a_stopped_job_is_requeued_and_resumes(launched, repository):
+    """It is requeued before any of its processes ends."""
+    stopped = launched.finish()
     progress = "after 0 of 1 epochs and 384 of 1260 images"
     assert stopped.output.endswith(
         f"\nstopped {progress}; rerun the same command to resume\nrequeueing job 7\n"
     ), stopped
-    calls = (tmp_path / "calls").read_text().splitlines()
+    place = launched.place
+    calls = (place / "calls").read_text().splitlines()
     assert calls[1:] == ["scontrol requeue 7", "rank 1 ends with 0"]
-    again = run(job, tmp_path, PATH=path)
+    again = run_ranks(repository / "07_slurm/train.py", 2, "--epochs", 1, cwd=place)
     assert again.code == 0, again
-    assert f"\nresuming from checkpoint.pt, {progress}\n" in again.output, again
+    assert again.output.startswith(f"resuming from checkpoint.pt, {progress}\n"), again
     (epoch,) = again.epochs()
-    assert epoch["accuracy"] == f"{bare_accuracy(tmp_path / 'mnist.pt'):.4f}", again
+    assert epoch["accuracy"] == f"{bare_accuracy(place / 'mnist.pt'):.4f}", again
 
 
 @pytest.mark.parametrize(

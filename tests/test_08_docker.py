@@ -5,12 +5,12 @@ import re
 import sys
 
 import pytest
-from helpers import ROOT, bare_tools, check_two_ranks, fake_tools, run
+from helpers import ROOT, bare_tools, fake_tools, run
 
 FOLDER = ROOT / "08_docker"
 RUN = FOLDER / "run.sh"
-DOCKER = f"""
-printf '%s\\n' "$*" >> "${{0%/*}}/calls"
+DOCKER = """
+printf '%s\\n' "$*" >> "${0%/*}/calls"
 case " $* " in
   *" --check --epochs 0 "*) echo wrong >&2; exit 2 ;;
   " info "* | " build "* | *" --check "*) exit ;;
@@ -19,7 +19,7 @@ while [ "$1" != mnist-ddp ]; do shift; done
 shift
 for word in "$@"; do
   shift
-  if [ "$word" = /app/train.py ]; then word="{FOLDER}/train.py"; fi
+  if [ "$word" = /app/train.py ]; then word="$APP"; fi
   set -- "$@" "$word"
 done
 exec "$@"
@@ -41,14 +41,13 @@ def docker_run(folder, *options, tools=None, **settings):
     return calls.read_text().splitlines()[-1].split(" mnist-ddp ")
 
 
-def test_both_ranks_train_evaluate_and_save(tmp_path, monkeypatch):
-    path, calls = fake_docker(tmp_path)
-    monkeypatch.setenv("PATH", path)
-    options = ["--epochs", 1, "--save-every", 1000]
-    check_two_ranks(RUN, tmp_path, *options, epochs=1, at_least=0.9)
-    *build, check, train = calls.read_text().splitlines()
+@pytest.mark.launch("08_docker", tools=lambda folder: fake_docker(folder)[0])
+def test_both_ranks_train_evaluate_and_save(launched):
+    launched.check()
+    *build, check, train = (launched.place / "fake/calls").read_text().splitlines()
     assert [line.split()[0] for line in build] == ["info", "build"]
-    assert check.endswith(" mnist-ddp python /app/train.py --check " + train.split("train.py ")[1])
+    assert check.endswith(" mnist-ddp python /app/train.py --check")
+    assert train.endswith(" --max-restarts=3 /app/train.py")
 
 
 def test_a_wrong_option_ends_it_before_torchrun(tmp_path):

@@ -1,5 +1,6 @@
 """common/: the network, the data and the gather helpers."""
 
+import socket
 import subprocess
 import sys
 import time
@@ -167,6 +168,28 @@ def load_slowly(rank, folder):
 
 def test_a_slow_download_does_not_end_the_ranks_that_wait(tmp_path):
     in_processes(load_slowly, 2, tmp_path)
+
+
+def load_different_data(rank, folder, roots):
+    """Load from another folder on each of two nodes."""
+    dist.init_process_group("gloo", f"file://{folder}/store", None, 2, rank)
+    pytest.MonkeyPatch().setenv("LOCAL_RANK", "0")
+    with pytest.raises(SystemExit) as stop:
+        load_mnist(roots[rank])
+    assert not dist.is_initialized()
+    Path(folder, f"exit-{rank}").write_text(str(stop.value.code))
+
+
+def test_nodes_with_different_data_end_with_one_line(tmp_path):
+    raw = tmp_path / "damaged/MNIST/raw"
+    raw.mkdir(parents=True)
+    for name in common.data.CRC32:
+        (raw / name).write_bytes(b"not what it should be")
+    in_processes(load_different_data, 2, tmp_path, (DIGITS, tmp_path / "damaged"))
+    host = socket.gethostname()
+    found = f"a damaged MNIST on {host}, the bundled digits on {host}"
+    line = f"error: the nodes have different data ({found}): copy MNIST to {DIGITS} on every node"
+    assert [(tmp_path / f"exit-{rank}").read_text() for rank in (0, 1)] == [line, "1"]
 
 
 def gather_and_evaluate(rank, folder, weights):

@@ -8,7 +8,6 @@ Diffs, line counts and rank figures are generated. After a change, write them in
 import os
 import re
 import shlex
-import shutil
 import subprocess
 
 import pytest
@@ -17,9 +16,9 @@ from helpers import (
     FOLDERS,
     ROOT,
     Running,
+    copy_repository,
     edit,
     fake_tools,
-    fewer_digits,
     free_port,
     label,
     parse,
@@ -299,13 +298,7 @@ def slow(*arguments):
 @pytest.fixture
 def sandbox(tmp_path):
     """A copy of the repository with few digits, which it also uses for MNIST."""
-    folder = tmp_path / "copy"
-    ignored = shutil.ignore_patterns(".git", ".venv", "*cache*", "data", "*.pt")
-    shutil.copytree(ROOT, folder, ignore=ignored)
-    fewer_digits(folder)
-    (folder / "data").symlink_to("common")
-    (folder / "YOUR_PROJECT").mkdir()
-    return folder
+    return copy_repository(tmp_path / "copy")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 from helpers import FOLDERS, ROOT, Running, bare_tools, fake_tools, label, run
@@ -68,15 +69,26 @@ def test_help_is_printed_once_and_starts_nothing(folder, tmp_path):
 
 def test_a_wrong_option_is_reported_once(tmp_path):
     """All folders at once, to keep two cores busy."""
-    commands = [["bash", ROOT / folder / "run.sh", "--epochs", 0] for folder in PYTHON]
-    jobs = [Running(command, tmp_path, **IN_A_JOB) for command in commands]
-    for job in jobs:
+    python = [f'case "$1" in -c) echo 0 ;; *) exec "{sys.executable}" "$@" ;; esac']
+    path = fake_tools(tmp_path / "fake", python=python)  # which saves an import of torch
+    given = {folder: ["--epochs", 0] for folder in PYTHON}
+    given["05_model_parallel"] = ["pipeline.py"]
+    jobs = {
+        folder: Running(
+            ["bash", ROOT / folder / "run.sh", *options], tmp_path, PATH=path, NPROC="3", **IN_A_JOB
+        )
+        for folder, options in given.items()
+    }
+    for folder, job in jobs.items():
         result = job.finish()
         assert result.code == 2, result
-        error = "train.py: error: argument --epochs: must be above 0, not 0"
-        assert result.errors.splitlines() == ["usage: train.py [options]", error]
+        script, error = "train.py", "argument --epochs: must be above 0, not 0"
+        if folder == "05_model_parallel":
+            script, error = "pipeline.py", "the network has 2 stages: start 2 processes, not 3"
+        errors = [f"usage: {script} [options]", f"{script}: error: {error}"]
+        assert result.errors.splitlines() == errors
         assert result.output == ""
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["fake"]
 
 
 @pytest.mark.parametrize(

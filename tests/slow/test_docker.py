@@ -4,16 +4,25 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
 from engine import USER, Engine
-from helpers import ROOT, Running, bare_accuracy, equal, wait_for, wait_until
+from helpers import (
+    IGNORED,
+    ROOT,
+    Running,
+    bare_accuracy,
+    equal,
+    fewer_digits,
+    wait_for,
+    wait_until,
+)
 
 FOLDER = ROOT / "08_docker"
 LIMIT = 300  # seconds, for a busy machine
+OPTIONS = "--data-dir /app/common --epochs 12 --batch-size 16 --save-every 5".split()  # 480 steps
 USAGE = "usage: train.py [options]\n"
 
 
@@ -47,12 +56,12 @@ def volume(engine):
 
 @pytest.fixture(scope="module")
 def project():
-    """A copied project, with other files that must not get into the image."""
+    """A copied project with few digits, and with files that must not get into the image."""
     with tempfile.TemporaryDirectory() as name:
         project = Path(name, "a project")
         for folder in ("08_docker", "common"):
-            ignore = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / folder, project / folder, ignore=ignore)
+            shutil.copytree(ROOT / folder, project / folder, ignore=IGNORED)
+        fewer_digits(project)
         for file in ("requirements.txt", ".dockerignore"):
             shutil.copy(ROOT / file, project)
         others = ("checkpoint.pt", "data/train-images-idx3-ubyte", "08_docker/mnist.pt", "pip.conf")
@@ -76,7 +85,7 @@ def image(engine, project):
 
 def train(engine, project, volume, *options, **settings):
     """Start run.sh in a folder, as a user who is not root, on the digits in the image."""
-    command = ["bash", project / "08_docker/run.sh", "--data-dir", "/app/common", *options]
+    command = ["bash", project / "08_docker/run.sh", *OPTIONS, *options]
     settings = engine.environment(OMP_NUM_THREADS="1", **settings)
     return Running(engine.as_user(volume, *command), volume, **settings)
 
@@ -92,8 +101,8 @@ def test_one_container_trains_in_two_processes(undisturbed):
     result, volume = undisturbed
     assert result.code == 0, result
     epochs = result.epochs()
-    assert [epoch["epoch"] for epoch in epochs] == ["1", "2", "3"], result
-    assert float(epochs[-1]["accuracy"]) >= 0.95, result
+    assert len(epochs) == 12, result
+    assert float(epochs[-1]["accuracy"]) >= 0.8, result
     assert f"{bare_accuracy(volume / 'mnist.pt'):.4f}" == epochs[-1]["accuracy"], result
     owners = {path.name: path.stat().st_uid for path in volume.iterdir()}
     assert owners == {"checkpoint.pt": USER, "mnist.pt": USER}
@@ -134,11 +143,11 @@ def wait_until_saved(volume, *running):
     wait_until((volume / "checkpoint.pt").exists, *running, limit=LIMIT)
 
 
-STOPPED = r"stopped (after \d of 3 epochs and \d+ of 12942 images); rerun the same command to"
+STOPPED = r"stopped (after \d+ of 12 epochs and \d+ of 1260 images); rerun the same command to"
 
 
 def test_docker_stop_saves_and_the_same_command_resumes(engine, project, undisturbed, volume):
-    running = train(engine, project, volume, "--save-every", 5)
+    running = train(engine, project, volume)
     wait_until_saved(volume, running)
     engine.run("docker", "stop", *engine.run("docker", "ps", "--quiet").split())
     result = running.finish(LIMIT)
@@ -192,7 +201,7 @@ def test_a_wrong_option_or_checkpoint_is_reported_once(engine, project, image, v
 def test_two_containers_by_compose(engine, project, undisturbed, volume):
     """They train like one with two processes, stop together and resume."""
     user = {"USER_ID": str(USER), "GROUP_ID": str(USER), "PWD": str(volume)}
-    settings = engine.environment(OPTIONS="--data-dir /app/common --save-every 5", **user)
+    settings = engine.environment(OPTIONS=" ".join(OPTIONS), **user)
     compose = ["docker-compose", "--file", project / "08_docker/compose.yaml"]
     if not shutil.which("docker-compose", path=settings["PATH"]):
         pytest.skip("docker-compose is not installed")
@@ -226,11 +235,3 @@ def test_two_machines_by_run_sh(engine, project, undisturbed, volume):
     assert results[0].epochs()[-1]["accuracy"] == undisturbed[0].epochs()[-1]["accuracy"]
     assert equal(volume / "0/mnist.pt", undisturbed[1] / "mnist.pt")
     assert not (volume / "1/mnist.pt").exists()
-
-
-def test_hadolint():
-    if not shutil.which("hadolint"):
-        pytest.skip("hadolint is not installed")
-    command = ["hadolint", FOLDER / "Dockerfile"]
-    check = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert check.returncode == 0 and not check.stdout, check.stdout

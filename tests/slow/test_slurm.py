@@ -10,7 +10,6 @@ from helpers import (
     copy_project,
     edit,
     equal,
-    fewer_digits,
     processes,
     wait_until,
     with_dropout,
@@ -34,7 +33,6 @@ def project(tmp_path_factory):
     """A copy with dropout and few digits, which trains slowly where there is a file "slow"."""
     project = tmp_path_factory.mktemp("slurm") / "a project"
     copy_project(project, FOLDER / "train.py", "run.sh")
-    fewer_digits(project)
     with_dropout(project)
     line = "indices = torch.frombuffer"
     sleep = "import time; time.sleep(0.5 if os.path.exists('slow') else 0)"
