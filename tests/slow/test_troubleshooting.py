@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, run, torchrun
+from helpers import ROOT, run, run_ranks, torchrun
 
 ELSEWHERE = {  # the first words of a symptom: the test that reproduces it
     "the start hangs, then fails": "slow/test_hosts.py::test_nodes_that_cannot_connect",
@@ -119,7 +119,7 @@ dist.destroy_process_group()
 import os
 print("threads", os.environ["OMP_NUM_THREADS"])
 """, r"(?s)threads 1"),
-    "`terminate called": (2, {}, START + """
+    "`terminate called": (2, {"OMP_NUM_THREADS": "1"}, START + """
 import os
 from pathlib import Path
 def train():
@@ -184,10 +184,12 @@ def test_is_seen_here(row, tmp_path):
         result = run(["torchrun", "--standalone", "--nproc-per-node=2", script], tmp_path)
         symptom = "Setting OMP_NUM_THREADS environment variable for each process to be 1"
         assert symptom in result.errors, result
-    elif processes:
+    elif settings:  # for processes that import torch
         result = torchrun(script, processes, cwd=tmp_path, **settings)
+    elif processes:
+        result = run_ranks(script, processes, cwd=tmp_path)
     else:
-        result = run([sys.executable, script], tmp_path, **settings)
+        result = run([sys.executable, script], tmp_path)
     assert re.search(pattern, result.output), result
 
 
