@@ -1,8 +1,10 @@
 """Run all tests, the slow ones included, as two pytest processes side by side.
 
-    python tests/all.py            # options are pytest's: python tests/all.py -m slow
+    python tests/all.py
+    python tests/all.py -m slow --durations=10
 
-One of them runs the tests on separate hosts, which mostly wait. Its output comes at the end.
+The options go to both. One process runs the tests on separate hosts, which mostly wait; its output
+comes at the end.
 """
 
 import subprocess

@@ -64,9 +64,9 @@ def project(tmp_path_factory):
 
 
 def trained(project, nproc, *options, script="train.py"):
-    """The weights after two epochs."""
+    """The weights after an epoch."""
     name = f"weights-{len(list(project.glob('*.pt')))}.pt"
-    options = ["--data-dir", "common", "--epochs", 2, "--lr", 0.01, "--output", name, *options]
+    options = ["--data-dir", "common", "--epochs", 1, "--lr", 0.01, "--output", name, *options]
     result = run_ranks(script, nproc, *options, cwd=project)
     assert result.code == 0, result
     return project / name
