@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, its defaults keep the process group alive
+import torch.distributed.nn  # here, as a later import keeps the process group alive
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -85,7 +85,7 @@ def selftest(args):
         return mine, table.sum(0)[rank : rank + 1]
 
     def ddp_step(device):
-        """Compare the averaged gradients with those of one process, in float64."""
+        """Compare the averaged gradients with the gradients of one process, in float64."""
         torch.manual_seed(0)
         alone = ConvNet().to(device, torch.float64).eval()  # eval: no statistics of the batch
         together = DDP(copy.deepcopy(alone))

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.distributed.nn  # imported later, its defaults keep the process group alive
+import torch.distributed.nn  # here, as a later import keeps the process group alive
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

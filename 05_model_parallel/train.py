@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, its defaults keep the process group alive
+import torch.distributed.nn  # here, as a later import keeps the process group alive
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
@@ -113,7 +113,7 @@ def train(args):
     # 3. Model
     net = SplitConvNet(args.devices, args.chunks)
     model = DDP(net, device_ids=None, gradient_as_bucket_view=True)  # MP-4: on several devices
-    model.broadcast_buffers = False  # but in evaluate()
+    model.broadcast_buffers = False  # evaluate() broadcasts them
     torch.manual_seed(args.seed + rank)  # different dropout per rank
 
     # 4. Loss and optimizer
@@ -156,7 +156,7 @@ def train(args):
                   f"{speed:.0f} images/s", flush=True)
 
     # 6. Save
-    if rank == 0:  # MP-5: the names are those of a ConvNet
+    if rank == 0:  # MP-5: with the names of a plain ConvNet
         weights = {name: tensor.cpu() for name, tensor in net.state_dict().items()}
         torch.save(weights, args.output)
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist  # DDP-1
-import torch.distributed.nn  # DDP-1: imported later, its defaults keep the group alive
+import torch.distributed.nn  # DDP-1: here, as a later import by DDP keeps the group alive
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # DDP-2
 from torch.utils.data import DataLoader, DistributedSampler  # DDP-3
@@ -114,7 +114,7 @@ def train(args):
     if args.sync_bn:  # DDP-2
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     model = DDP(net, device_ids=[local_rank] if use_cuda else None, gradient_as_bucket_view=True)
-    model.broadcast_buffers = False  # but in evaluate()
+    model.broadcast_buffers = False  # evaluate() broadcasts them
     torch.manual_seed(args.seed + rank)  # different dropout per rank
     if args.compile:
         model = torch.compile(model)
@@ -213,7 +213,7 @@ def train(args):
 @torch.inference_mode()
 def evaluate(model, test_loader, device):
     """Return the fraction of the test set that the model classifies correctly."""
-    for buffer in model.buffers():  # DDP-5: use rank 0's on all
+    for buffer in model.buffers():  # DDP-5: copy rank 0's to all ranks
         dist.broadcast(buffer, src=0)
     model.eval()
     correct = []
@@ -221,7 +221,7 @@ def evaluate(model, test_loader, device):
         predictions = model(images.to(device)).argmax(1)
         correct.append(predictions == labels.to(device))
     correct = torch.cat(correct)
-    correct = gather_in_order(correct, len(test_loader.dataset))  # DDP-5: of all ranks
+    correct = gather_in_order(correct, len(test_loader.dataset))  # DDP-5: from all ranks
     model.train()
     return correct.sum().item() / len(correct)
 
