@@ -38,7 +38,7 @@ LAUNCHERS = ("python ", "torchrun ", "export TORCH_", "salloc ", "docker ")
 NOT_ENGLISH = (  # what nobody says, or what programs do not do
     r"\bshall\b|\bgo(es|ing)? on\b|\banew\b|\bfor nothing\b|\bwho is who\b|\bbut for\b"
     r"|\bof (its|their|one's) own\b(?! \w)|\bbeside\b|\b(that|those) of\b|\balone\b(?! =|\W*[()])"
-    r"|\b(speaks?|says?|carr(y|ies)|refuses?|meets?) |\b(batche?s?|images|steps?) a (step|process)\b"
+    r"|\b(speaks?|says?|carr(y|ies)|refuses?|meets?) |\b(batch|images|steps?) a (step|process)\b"
     r"|\b(one|each|per) process a GPU\b|\bstands? (in|on|for)\b|\bshares? out\b"
 )
 NOT_RUN = {  # a pattern of commands, and why test_every_command_runs leaves them out
