@@ -1,7 +1,12 @@
-"""Train two linear layers on MNIST with tensor parallelism: each rank has a part of both.
+r"""Train two linear layers on MNIST with tensor parallelism: each rank has a part of both.
 
     torchrun --standalone --nproc-per-node=2 05_model_parallel/tensor_parallel.py --hidden 2048
     bash 05_model_parallel/run.sh tensor_parallel.py
+
+On two machines, where 10.0.0.1 is an address of the first; on the second with --node-rank=1:
+
+    torchrun --nnodes=2 --node-rank=0 --nproc-per-node=2 --master-addr=10.0.0.1 \
+        05_model_parallel/tensor_parallel.py
 """
 
 import argparse
