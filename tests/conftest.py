@@ -11,6 +11,11 @@ import pytest
 from helpers import Launch, copy_repository
 
 
+def pytest_collection_modifyitems(items):
+    """The tests that wait for a Launch come last."""
+    items.sort(key=lambda test: test.get_closest_marker("launch") is not None)
+
+
 @pytest.fixture(scope="session")
 def repository(tmp_path_factory):
     """A copy of this repository with few digits, in a path with a space."""

@@ -205,6 +205,7 @@ def run_rank(script, options, cwd, settings, files):
     os.environ.update({name: str(value) for name, value in settings.items()})
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.stdout = open(1, "w", closefd=False)  # a line in one piece, also from two ranks
     torch.set_num_threads(1)
     if "PYTHONPATH" in settings:  # which a new Python would read at its start
         runpy.run_path(str(ROOT / "tests/witness/sitecustomize.py"))
@@ -378,9 +379,9 @@ def edit(project, file, *changes):
     path.write_text(text)
 
 
-def fewer_digits(project):
-    """Let the copy train on 140 digits at nine positions each, in place of 1,438."""
-    changes = ("images[:1438,", "images[:140,"), ("labels[:1438]", "labels[:140]")
+def fewer_digits(project, now=1438, digits=140):
+    """Let the copy train on few digits, each of them at nine positions."""
+    changes = [(f"images[:{now},", f"images[:{digits},"), (f"labels[:{now}]", f"labels[:{digits}]")]
     edit(project, "common/data.py", *changes)
 
 

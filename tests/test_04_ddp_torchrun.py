@@ -36,17 +36,16 @@ def test_both_ranks_train_evaluate_and_save(launched):
 
 
 def test_a_copy_trains_three_ranks_with_a_remainder(tmp_path):
-    """Neither the test images nor the last batch can be split equally; --amp is for training."""
+    """Neither the test images nor the last batch can be split equally."""
     project = copy_project(tmp_path / "my project", FOLDER / "train.py")
     decoy = tmp_path / "common"  # one level up, where the repository has it: the copy must win
     decoy.mkdir()
     (decoy / "__init__.py").write_text("raise ImportError('the wrong common')")
     witness = tmp_path / "witness"
-    options = ["--data-dir", "common", "--batch-size", 50, "--amp"]
+    options = ["--data-dir", "common", "--batch-size", 50, "--epochs", 1]
     result = run_ranks("train.py", 3, *options, cwd=project, WITNESS=witness, **WITNESS)
     assert result.code == 0, result
     epochs = result.epochs()
-    assert len(epochs) == 3, result
     assert epochs[-1]["accuracy"] == f"{bare_accuracy(project / 'mnist.pt'):.4f}", result
     check_witness(witness, epochs, 3)
 
@@ -88,21 +87,6 @@ def test_two_ranks_take_the_steps_of_one_with_the_whole_batch(project, whole):
 
 def test_accumulated_micro_batches_take_the_steps_of_a_whole_batch(project, whole):
     assert distance(whole, trained(project, 2, *ACCUMULATE)) < 1e-12
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ("len(labels) / images_in_step)", "1 / args.accumulate)"),  # the last step has fewer
-        ("part * args.batch_size >= images_in_step", "part == args.accumulate"),  # never, there
-    ],
-)
-def test_a_mistake_in_the_last_step_would_be_seen(right, wrong, project, whole):
-    text = (project / "train.py").read_text()
-    assert right in text
-    (project / "wrong.py").write_text(text.replace(right, wrong))
-    different = distance(whole, trained(project, 2, *ACCUMULATE, script="wrong.py"))
-    assert different > 1e-6
 
 
 def test_gradients_are_synchronised_once_per_step(project):

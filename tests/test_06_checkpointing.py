@@ -69,9 +69,9 @@ def project(tmp_path_factory):
 
 
 def test_another_network_on_other_data_is_stopped_and_resumes(project, tmp_path):
-    options = ["--epochs", 20, "--batch-size", 16]  # 500 steps
+    options = ["--epochs", 10, "--batch-size", 16]  # 250 steps
     running = Running(["bash", project / "run.sh", *options], tmp_path)
-    wait_for("epoch 1/20", running)
+    wait_for("epoch 1/10", running)
     running.process.send_signal(signal.SIGTERM)
     stopped = running.finish()
     assert stopped.code == 75, stopped

@@ -49,8 +49,7 @@ wait $first && exit $code
 
 def fake_slurm(folder, **tools):
     """A PATH with tools that look like Slurm's, and run a job's processes on this machine."""
-    sbatch = f"export MASTER_PORT={free_port()}"
-    tools = {"sbatch": [sbatch, SBATCH], "scontrol": [SCONTROL], "srun": [SRUN], **tools}
+    tools = {"sbatch": [SBATCH], "scontrol": [SCONTROL], "srun": [SRUN], **tools}
     return fake_tools(folder / "fake", **tools)
 
 
@@ -58,38 +57,31 @@ def record(state="RUNNING", requeue=1, batch=1):
     return f"JobId=7 JobState={state} Requeue={requeue} Restarts=0 BatchFlag={batch} Reboot=0\n"
 
 
-@pytest.mark.launch("07_slurm", tools=fake_slurm)
-def test_both_ranks_train_evaluate_and_save(launched):
-    launched.check()
-    assert (launched.place / "calls").read_text().startswith("srun --kill-on-bad-exit=1 ")
-
-
-def by_srun(folder):
-    """Start the processes by srun; signal rank 1 at its 3rd batch; record a job to be requeued."""
+def stopped_job(folder):
+    """Fake tools for a job whose rank 1 is signalled at its 3rd batch, with LAUNCHER=srun."""
     (folder / "record").write_text(record())
-    stop = "TORCHELASTIC_RUN_ID=any DELAY=3 LAUNCHER=srun"
-    return fake_slurm(folder, sbatch=[f"export {stop} MASTER_PORT={free_port()}", SBATCH])
+    stop = f"TORCHELASTIC_RUN_ID=any SIGNAL_AT_BATCH='1 {signal.SIGTERM:d} 3'"
+    job = f"export LAUNCHER=srun DELAY=3 MASTER_PORT={free_port()} {stop}"
+    return fake_slurm(folder, sbatch=[job, SBATCH])
 
 
-STOP = f"1 {signal.SIGTERM:d} 3"
-
-
-@pytest.mark.launch("07_slurm", "--epochs", 1, tools=by_srun, SIGNAL_AT_BATCH=STOP)
-def test_a_stopped_job_is_requeued_and_resumes(launched, repository):
-    """It is requeued before any of its processes ends."""
+@pytest.mark.launch("07_slurm", tools=stopped_job)
+def test_a_stopped_job_is_requeued_resumes_and_saves(launched, repository):
+    """It is requeued before any of its processes ends. The slow tests run it by torchrun."""
     stopped = launched.finish()
-    progress = "after 0 of 1 epochs and 384 of 1260 images"
+    progress = "after 0 of 3 epochs and 384 of 1260 images"
     assert stopped.output.endswith(
         f"\nstopped {progress}; rerun the same command to resume\nrequeueing job 7\n"
     ), stopped
     place = launched.place
-    calls = (place / "calls").read_text().splitlines()
-    assert calls[1:] == ["scontrol requeue 7", "rank 1 ends with 0"]
-    again = run_ranks(repository / "07_slurm/train.py", 2, "--epochs", 1, cwd=place)
+    srun, *calls = (place / "calls").read_text().splitlines()
+    assert srun.startswith("srun --kill-on-bad-exit=1 ")
+    assert calls == ["scontrol requeue 7", "rank 1 ends with 0"]
+    again = run_ranks(repository / "07_slurm/train.py", 2, cwd=place)
     assert again.code == 0, again
     assert again.output.startswith(f"resuming from checkpoint.pt, {progress}\n"), again
-    (epoch,) = again.epochs()
-    assert epoch["accuracy"] == f"{bare_accuracy(place / 'mnist.pt'):.4f}", again
+    *_, last = again.epochs()
+    assert last["accuracy"] == f"{bare_accuracy(place / 'mnist.pt'):.4f}" >= "0.5", again
 
 
 @pytest.mark.parametrize(

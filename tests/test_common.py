@@ -255,6 +255,7 @@ def test_gather_and_exact_evaluation_on_1_2_3_and_7_processes(tmp_path):
     assert seen == {f"accuracy-{n}-{rank}": right / 359 for n in sizes for rank in range(n)}
 
 
+@pytest.mark.slow
 def test_torchvision_imports_whatever_build_of_torch_there_is():
     code = "import common.data as data; mnist = data.torchvision_mnist();"
     code += "import torchvision; print(mnist is torchvision.datasets.MNIST)"

@@ -314,23 +314,19 @@ def test_the_copy_command_copies_what_is_needed(path, sandbox):
     assert (project / "common/digits.bin").exists() and (project / "requirements.txt").exists()
 
 
-def slow(*arguments):
-    """Parameters of a test that takes seconds where others do the same."""
-    return pytest.param(*arguments, marks=pytest.mark.slow)
-
-
 @pytest.fixture
 def sandbox(tmp_path):
     """A copy of the repository with few digits, which it also uses for MNIST."""
     return copy_repository(tmp_path / "copy")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "changes"),
     [
         ("04_ddp_torchrun", {"29500": "PORT", "per-node=2": "per-node=1"}),
-        slow("03_ddp_multinode_spawn", {" -n 2": " -g 1 -n 2"}),
-        slow("06_checkpointing", {"29400": "PORT", "per-node=2": "per-node=1", "/shared/": ""}),
+        ("03_ddp_multinode_spawn", {" -n 2": " -g 1 -n 2"}),
+        ("06_checkpointing", {"29400": "PORT", "per-node=2": "per-node=1", "/shared/": ""}),
     ],
 )
 def test_the_commands_for_two_machines(folder, changes, sandbox):
@@ -353,7 +349,8 @@ def test_the_commands_for_two_machines(folder, changes, sandbox):
     assert float(epochs[-1]["loss"]) < 1, results
 
 
-@pytest.mark.parametrize("nodes", [2, slow(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [2, 3])
 def test_the_figure_of_ranks_is_what_torchrun_does(nodes, tmp_path):
     show = ["--no-python", "bash", "-c", 'echo "$RANK $LOCAL_RANK $WORLD_SIZE"']
     options = [f"--nnodes={nodes}", "--nproc-per-node=4", f"--master-port={free_port()}"]

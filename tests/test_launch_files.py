@@ -4,10 +4,9 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
-from helpers import FOLDERS, ROOT, Running, bare_tools, fake_tools, label, run
+from helpers import FOLDERS, ROOT, bare_tools, fake_tools, label, run
 
 LAUNCHERS = sorted(ROOT.glob("0*/run.sh"))
 LINES = {"07_slurm": 60, "08_docker": 45}
@@ -67,29 +66,18 @@ def test_help_is_printed_once_and_starts_nothing(folder, tmp_path):
     assert printed == [f"python {ROOT / folder / 'train.py'} --help"]
 
 
-def test_a_wrong_option_is_reported_once(tmp_path):
-    """All folders at once, to keep two cores busy."""
-    answers = '*device_count*) echo 0 ;; "-c import torch") ;;'
-    python = [f'case "$*" in {answers} *) exec "{sys.executable}" "$@" ;; esac']
-    path = fake_tools(tmp_path / "fake", python=python)  # which saves an import of torch
-    given = {folder: ["--epochs", 0] for folder in PYTHON}
-    given["05_model_parallel"] = ["pipeline.py"]
-    jobs = {
-        folder: Running(
-            ["bash", ROOT / folder / "run.sh", *options], tmp_path, PATH=path, NPROC="3", **IN_A_JOB
-        )
-        for folder, options in given.items()
-    }
-    for folder, job in jobs.items():
-        result = job.finish()
-        assert result.code == 2, result
-        script, error = "train.py", "argument --epochs: must be above 0, not 0"
-        if folder == "05_model_parallel":
-            script, error = "pipeline.py", "the network has 2 stages: start 2 processes, not 3"
-        errors = [f"usage: {script} [options]", f"{script}: error: {error}"]
-        assert result.errors.splitlines() == errors
-        assert result.output == ""
-    assert [path.name for path in tmp_path.iterdir()] == ["fake"]
+@pytest.mark.parametrize("folder", PYTHON)
+def test_what_python_rejects_ends_it_before_anything_starts(folder, tmp_path):
+    """The script's own error is printed once: see test_every_script_rejects_a_wrong_option."""
+    python = ['case "$*" in *device_count*) echo 0 ;; -c*) ;; *) echo "$@"; exit 2 ;; esac']
+    started = ["echo started"]
+    path = fake_tools(tmp_path / "fake", python=python, torchrun=started, srun=started)
+    command = ["bash", ROOT / folder / "run.sh", "--epochs", 0]
+    result = run(command, tmp_path, PATH=path, **IN_A_JOB)
+    assert result.code == 2 and result.errors == "", result
+    script = str(ROOT / folder / "train.py")
+    for line in result.output.splitlines():
+        assert line.startswith(script) and line.endswith("--epochs 0"), result
 
 
 @pytest.mark.parametrize(
