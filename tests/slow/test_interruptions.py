@@ -82,7 +82,11 @@ def undisturbed_ranks(small, folder, ranks, *options):
 
 @pytest.mark.parametrize(
     ("ranks", "options", "stops"),
-    [(1, [], 40), (2, [], 20), (2, ["--amp", "--accumulate", 2, "--batch-size", 50], 14)],
+    [
+        (1, ["--batch-size", 128], 20),
+        (2, ["--batch-size", 128], 10),
+        (2, ["--batch-size", 50, "--accumulate", 2, "--amp"], 14),
+    ],
     ids=["1", "2", "accumulate"],
 )
 def test_stopped_after_every_step(ranks, options, stops, small, tmp_path):

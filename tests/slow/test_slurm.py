@@ -68,9 +68,8 @@ def epochs(text):
     return re.findall(r"^epoch \d/2  loss [\d.]+  accuracy [\d.]+ ", text, re.M)
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_both_launchers_train_the_same(nproc, cluster, project, undisturbed, tmp_path):
-    by_torchrun = undisturbed[nproc]
+def test_both_launchers_train_the_same(cluster, project, undisturbed, tmp_path):
+    nproc, by_torchrun = 2, undisturbed[2]
     witness = {**WITNESS, "WITNESS": str(tmp_path / "witness")}
     by_srun = submit(
         cluster, project, tmp_path, nproc=nproc, command="bash", LAUNCHER="srun", **witness
@@ -105,10 +104,9 @@ def test_by_hand_in_an_allocation(cluster, project, undisturbed, tmp_path):
         assert equal(undisturbed[2].folder / "mnist.pt", tmp_path / name)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
-def test_a_failing_rank_fails_the_job(launcher, cluster, project, tmp_path):
+def test_a_failing_rank_fails_the_job(cluster, project, tmp_path):
     faulty = {**WITNESS, "WITNESS": str(tmp_path / "witness"), "FAULTY_RANK": "1"}
-    job = submit(cluster, project, tmp_path, LAUNCHER=launcher, **faulty)
+    job = submit(cluster, project, tmp_path, **faulty)
     state, code = job.finish()
     assert state == "FAILED" and code != 0, job
     assert "RuntimeError: planted by the test" in job.log(), job
