@@ -22,9 +22,9 @@ if [ -n "${RDZV_ENDPOINT:-}" ]; then
   exec torchrun --nnodes="${NNODES:-1}" --nproc-per-node="$NPROC" --max-restarts="${MAX_RESTARTS:-0}" \
     --rdzv-backend=c10d --rdzv-endpoint="$RDZV_ENDPOINT" --rdzv-id="${RDZV_ID:-train}" \
     --rdzv-conf="join_timeout=$limit,read_timeout=$limit,last_call_timeout=5${is_host:-}" "$here/$script" "$@"
-elif [ "${NNODES:-1}" != 1 ]; then
+elif [ "${NNODES:-1}${NODE_RANK:-}" != 1 ]; then
   if [ "${MAX_RESTARTS:-0}" != 0 ]; then echo "run.sh: MAX_RESTARTS needs RDZV_ENDPOINT" >&2 && exit 2; fi
-  exec torchrun --nnodes="$NNODES" --node-rank="${NODE_RANK:?set it to 0, 1, ...}" --nproc-per-node="$NPROC" --master-addr="$MASTER_ADDR" \
-    --master-port="${MASTER_PORT:-29500}" --rdzv-conf="timeout=$limit" "$here/$script" "$@"
+  exec torchrun --nnodes="${NNODES:?set it to the number of nodes}" --node-rank="${NODE_RANK:?set it to 0, 1, ...}" \
+    --nproc-per-node="$NPROC" --master-addr="${MASTER_ADDR:?}" --master-port="${MASTER_PORT:-29500}" --rdzv-conf="timeout=$limit" "$here/$script" "$@"
 fi
 exec torchrun --standalone --nproc-per-node="$NPROC" "$here/$script" "$@"

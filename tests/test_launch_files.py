@@ -86,6 +86,7 @@ def test_what_python_rejects_ends_it_before_anything_starts(folder, tmp_path):
         ("03_ddp_multinode_spawn", "NODE_RANK=0", 1, "MASTER_ADDR: set it to an address of node 0"),
         ("04_ddp_torchrun", "NNODES=2", 1, "MASTER_ADDR: set it to an address of node 0"),
         ("04_ddp_torchrun", "NNODES=2 MASTER_ADDR=h", 1, "NODE_RANK: set it to 0, 1, ..."),
+        ("04_ddp_torchrun", "NODE_RANK=1", 1, "NNODES: set it to the number of nodes"),
         ("04_ddp_torchrun", "NNODES=2 MASTER_ADDR=h MAX_RESTARTS=1", 2, "needs RDZV_ENDPOINT"),
     ],
 )
