@@ -38,9 +38,6 @@ def launch(script, *options):
     ],
 )
 def test_trains_evaluates_and_saves(script, launched):
-    if script == "fsdp.py" and torch.__version__.startswith("2.6."):
-        assert "'Stream' object has no attribute 'record_event'" in launched.finish().errors
-        pytest.xfail("a defect of torch 2.6 on the CPU")
     accuracy_of = mlp_accuracy if script == "tensor_parallel.py" else bare_accuracy
     summed = script in ("train.py", "fsdp.py")  # in the others all ranks have the same images
     result = launched.check(epochs=2, ranks=2 if summed else 1, accuracy_of=accuracy_of)
@@ -114,14 +111,21 @@ def one_device(exact):
     return trained(exact, "one_device.py", 1, "--batch-size", 90)
 
 
+is_2_6 = torch.__version__.startswith("2.6.")
+xfail_on_2_6 = pytest.mark.xfail(is_2_6, reason="a defect of torch 2.6.0 on the CPU", strict=True)
+
+
 @pytest.mark.parametrize(
     ("script", "nproc", "options"),
     [
         ("train.py", 1, ["--batch-size", 90, "--chunks", 3]),
         ("train.py", 2, ["--batch-size", 45, "--chunks", 5]),
         ("pipeline.py", 2, ["--batch-size", 90, "--chunks", 3]),
-        ("pipeline.py", 2, ["--batch-size", 90, "--chunks", 6, "--schedule", "1f1b"]),
-        ("fsdp.py", 2, ["--batch-size", 45]),
+        pytest.param(
+            *("pipeline.py", 2, ["--batch-size", 90, "--chunks", 6, "--schedule", "1f1b"]),
+            marks=pytest.mark.skipif(is_2_6, reason="torch 2.6.0 hangs with 1f1b on the CPU"),
+        ),
+        pytest.param("fsdp.py", 2, ["--batch-size", 45], marks=xfail_on_2_6),
     ],
 )
 def test_takes_the_steps_of_one_device(script, nproc, options, exact, one_device):

@@ -1,9 +1,8 @@
-"""The launch files of 02 to 06 on the oldest and on the newest torch: the tests that start them.
+"""02 to 06 on the oldest and on the newest torch, by tests of the quick suite.
 
-01 is 04 without its steps, 07 is 06 with two steps more, and 08 is 06.
-
-TORCH_OLDEST_PYTHON and TORCH_NEWEST_PYTHON name the Python of a virtual environment with torch
-2.6.0 and the newest release, and with the other packages of requirements.txt.
+01 is 04 without its steps, 07 is 06 with two steps more, and 08 is 06. TORCH_OLDEST_PYTHON and
+TORCH_NEWEST_PYTHON name the Python of a virtual environment with torch 2.6.0 and the newest
+release, and with the other packages of requirements.txt.
 """
 
 import os
@@ -13,20 +12,32 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, run
 
+TESTS = (
+    "test_02_ddp_spawn.py::test_both_ranks_train_evaluate_and_save",
+    "test_03_ddp_multinode_spawn.py::test_two_nodes_train_evaluate_and_save",
+    "test_04_ddp_torchrun.py::test_both_ranks_train_evaluate_and_save",
+    "test_04_ddp_torchrun.py::test_selftest_passes",
+    "test_05_model_parallel.py::test_takes_the_steps_of_one_device",
+    "test_05_model_parallel.py::test_split_linear_layers_take_the_steps_of_whole_ones",
+    "test_06_checkpointing.py::test_two_ranks_train_and_a_rerun_has_nothing_to_do",
+)
+
 
 @pytest.mark.parametrize(
-    ("name", "version"),
-    [("TORCH_OLDEST_PYTHON", r"2\.6\.0"), ("TORCH_NEWEST_PYTHON", r"2\.(?!6\.)\d+\.\d+")],
+    ("name", "version", "summary"),
+    [
+        ("TORCH_OLDEST_PYTHON", r"2\.6\.0", r"9 passed, 1 skipped, 1 xfailed"),
+        ("TORCH_NEWEST_PYTHON", r"2\.(?!6\.)\d+\.\d+", r"11 passed"),
+    ],
 )
-def test_every_launch_file(name, version, tmp_path):
+def test_scripts_and_launch_files(name, version, summary, tmp_path):
     python = os.environ.get(name)
     if not python:
         pytest.skip(f"{name} is not set")
     show = "from importlib.metadata import version; print(version('torch'))"
     assert re.match(version, run([python, "-c", show], tmp_path).output)
     settings = {"PATH": f"{Path(python).parent}:{os.environ['PATH']}"}
-    tests = [path for path in (ROOT / "tests").glob("test_0?_*.py") if path.name[6] in "23456"]
-    command = [python, "-m", "pytest", "-m", "launch", "-rA", *tests]
-    result = run([*command, f"--basetemp={tmp_path}/tests"], tmp_path, limit=900, **settings)
-    assert result.code == 0, result
-    assert re.search(r"^=+ (9 passed|8 passed, .*1 xfailed)", result.output, re.M), result
+    command = [python, "-m", "pytest", "-rA", f"--basetemp={tmp_path}/tests"]
+    tests = [f"{ROOT}/tests/{test}" for test in TESTS]
+    result = run([*command, *tests], tmp_path, limit=900, **settings)
+    assert result.code == 0 and re.search(rf"^=+ {summary} in", result.output, re.M), result
