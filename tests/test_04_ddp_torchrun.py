@@ -89,19 +89,22 @@ def test_accumulated_micro_batches_take_the_steps_of_a_whole_batch(project, whol
     assert distance(whole, trained(project, 2, *ACCUMULATE)) < 1e-12
 
 
-def test_gradients_are_synchronised_once_per_step(project):
+def test_gradients_are_synchronised_once_per_step_and_epochs_differ(project):
     line = "loss = criterion(model(images), labels)"
-    show = "print('synchronises', model.require_backward_grad_sync, flush=True)"
+    show = "print('batch', model.require_backward_grad_sync, *labels.tolist(), flush=True)"
     text = (project / "train.py").read_text()
     assert line in text
     (project / "show.py").write_text(text.replace(line, f"{show}; {line}"))
-    options = ["--data-dir", "common", "--epochs", 1, *ACCUMULATE]
+    options = ["--data-dir", "common", "--epochs", 2, *ACCUMULATE]
     result = run_ranks("show.py", 1, *options, cwd=project)
     assert result.code == 0, result
-    shown = re.findall("^synchronises (.*)", result.output, re.M)
+    shown = re.findall(r"^batch (\w+) (.*)", result.output, re.M)
     steps, rest = divmod(FEW, 4 * 24)
     assert 0 < rest <= 24  # the last step has one micro-batch
-    assert shown == ["False", "False", "False", "True"] * steps + ["True"]
+    epoch = ["False", "False", "False", "True"] * steps + ["True"]
+    assert [synchronises for synchronises, _ in shown] == epoch * 2
+    labels = [labels for _, labels in shown]
+    assert labels[: len(epoch)] != labels[len(epoch) :]  # shuffled from scratch
 
 
 def test_one_progress_bar_with_the_loss_on_a_terminal(project):
