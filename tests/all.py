@@ -21,8 +21,8 @@ def main():
     others = [TESTS, *(f"--ignore={path}" for path in ON_HOSTS)]
     with tempfile.TemporaryFile("w+") as output:
         on_hosts = subprocess.Popen([*pytest, *ON_HOSTS], stdout=output, stderr=output)
-        code = subprocess.run([*pytest, *others]).returncode or on_hosts.wait()
-        on_hosts.wait()
+        code = subprocess.run([*pytest, *others]).returncode
+        code = on_hosts.wait() or code
         output.seek(0)
         print(output.read())
     sys.exit(code)

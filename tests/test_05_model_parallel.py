@@ -40,7 +40,8 @@ def launch(script, *options):
 def test_trains_evaluates_and_saves(script, launched):
     accuracy_of = mlp_accuracy if script == "tensor_parallel.py" else bare_accuracy
     summed = script in ("train.py", "fsdp.py")  # in the others all ranks have the same images
-    result = launched.check(epochs=2, ranks=2 if summed else 1, accuracy_of=accuracy_of)
+    ranks = 2 if summed else 1
+    result = launched.check(epochs=2, ranks=ranks, at_least=0.5, accuracy_of=accuracy_of)
     assert result.errors == "", result
     if script == "fsdp.py":  # 29,034 parameters of 4 bytes, on two ranks
         shards = "bytes of parameters per rank: [58068, 58068]; epochs done: 0"
@@ -112,7 +113,6 @@ def one_device(exact):
 
 
 is_2_6 = torch.__version__.startswith("2.6.")
-xfail_on_2_6 = pytest.mark.xfail(is_2_6, reason="a defect of torch 2.6.0 on the CPU", strict=True)
 
 
 @pytest.mark.parametrize(
@@ -125,10 +125,15 @@ xfail_on_2_6 = pytest.mark.xfail(is_2_6, reason="a defect of torch 2.6.0 on the 
             *("pipeline.py", 2, ["--batch-size", 90, "--chunks", 6, "--schedule", "1f1b"]),
             marks=pytest.mark.skipif(is_2_6, reason="torch 2.6.0 hangs with 1f1b on the CPU"),
         ),
-        pytest.param("fsdp.py", 2, ["--batch-size", 45], marks=xfail_on_2_6),
+        ("fsdp.py", 2, ["--batch-size", 45]),
     ],
 )
 def test_takes_the_steps_of_one_device(script, nproc, options, exact, one_device):
+    if is_2_6 and script == "fsdp.py":  # a defect of torch 2.6.0 on the CPU
+        defect = "AttributeError: 'Stream' object has no attribute 'record_event'"
+        with pytest.raises(AssertionError, match=defect):
+            trained(exact, script, nproc, *options)
+        return
     losses, weights = trained(exact, script, nproc, *options)
     assert losses == one_device[0]
     assert distance(weights, one_device[1]) < 1e-12

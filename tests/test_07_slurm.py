@@ -7,7 +7,7 @@ import signal
 import pytest
 from helpers import (
     ROOT,
-    bare_accuracy,
+    check_trained,
     fake_tools,
     free_port,
     load_script,
@@ -78,10 +78,8 @@ def test_a_stopped_job_is_requeued_resumes_and_saves(launched, repository):
     assert srun.startswith("srun --kill-on-bad-exit=1 ")
     assert calls == ["scontrol requeue 7", "rank 1 ends with 0"]
     again = run_ranks(repository / "07_slurm/train.py", 2, cwd=place)
-    assert again.code == 0, again
     assert again.output.startswith(f"resuming from checkpoint.pt, {progress}\n"), again
-    *_, last = again.epochs()
-    assert last["accuracy"] == f"{bare_accuracy(place / 'mnist.pt'):.4f}" >= "0.5", again
+    check_trained(again, place, ranks=1)  # the witness did not see the part before the stop
 
 
 @pytest.mark.parametrize(

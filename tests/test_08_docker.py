@@ -19,7 +19,7 @@ while [ "$1" != mnist-ddp ]; do shift; done
 shift
 for word in "$@"; do
   shift
-  if [ "$word" = /app/train.py ]; then word="$APP"; fi
+  if [ "$word" = /app/train.py ]; then word="$(readlink data)/../08_docker/train.py"; fi
   set -- "$@" "$word"
 done
 exec "$@"

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 
 import pytest
-from helpers import FOLDERS, ROOT, bare_tools, fake_tools, label, run
+from helpers import FOLDERS, ROOT, Running, bare_tools, fake_tools, label, run
 
 LAUNCHERS = sorted(ROOT.glob("0*/run.sh"))
 LINES = {"07_slurm": 60, "08_docker": 45}
@@ -68,7 +68,6 @@ def test_help_is_printed_once_and_starts_nothing(folder, tmp_path):
 
 @pytest.mark.parametrize("folder", PYTHON)
 def test_what_python_rejects_ends_it_before_anything_starts(folder, tmp_path):
-    """The script's own error is printed once: see test_every_script_rejects_a_wrong_option."""
     python = ['case "$*" in *device_count*) echo 0 ;; -c*) ;; *) echo "$@"; exit 2 ;; esac']
     started = ["echo started"]
     path = fake_tools(tmp_path / "fake", python=python, torchrun=started, srun=started)
@@ -78,6 +77,25 @@ def test_what_python_rejects_ends_it_before_anything_starts(folder, tmp_path):
     script = str(ROOT / folder / "train.py")
     for line in result.output.splitlines():
         assert line.startswith(script) and line.endswith("--epochs 0"), result
+
+
+@pytest.mark.slow
+def test_a_wrong_option_is_reported_once(tmp_path):
+    """All folders at once, to keep two cores busy; with a number of processes that does not fit."""
+    wrong = "train.py: error: argument --epochs: must be above 0, not 0"
+    given = {folder: (["--epochs", 0], {}, wrong) for folder in PYTHON}
+    wrong = "pipeline.py: error: the network has 2 stages: start 2 processes, not 3"
+    given["05_model_parallel"] = (["pipeline.py"], {"NPROC": "3"}, wrong)
+    jobs = {}
+    for folder, (options, settings, _) in given.items():
+        command = ["bash", ROOT / folder / "run.sh", *options]
+        jobs[folder] = Running(command, tmp_path, **IN_A_JOB, **settings)
+    for folder, job in jobs.items():
+        result, error = job.finish(), given[folder][2]
+        assert result.code == 2, result
+        assert result.errors.splitlines() == [f"usage: {error.split(':')[0]} [options]", error]
+        assert result.output == ""
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

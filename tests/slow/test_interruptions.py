@@ -143,11 +143,11 @@ def test_killed_while_it_saves(small, tmp_path):
     for _ in range(kills):
         ranks = start_ranks(small / "train.py", 2, options, tmp_path, files)
         incomplete += kill_while_saving(ranks, tmp_path / "checkpoint.pt")
-    assert incomplete >= kills // 5
+    assert incomplete >= 3
     result = run_ranks(small / "train.py", 2, *options, cwd=tmp_path)
     assert result.code == 0, result
     output = files[0].read_text() + result.output
-    assert output.count("resuming from ") >= kills // 3
+    assert output.count("resuming from ") >= 3
     lines = list(dict.fromkeys(epoch_lines(output)))  # one comes again if its save was incomplete
     assert lines == expected
     assert equal(tmp_path / "mnist.pt", tmp_path / "whole.pt")
