@@ -1,13 +1,104 @@
 """README's troubleshooting table: each row is reproduced here or by another test, or by none."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from datetime import timedelta
 
 import pytest
-from helpers import ROOT, run, run_ranks, torchrun
+import torch
+import torch.distributed as dist
+from helpers import ROOT, run
+from test_common import in_processes
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler
 
-ELSEWHERE = {  # the first words of a symptom: the test that reproduces it
+# What two ranks of a process group do: each shows a symptom and, where there is one, its cure
+
+
+def the_ranks_disagree_on_the_collective(rank):
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()  # which a new process does by itself
+    group = dist.new_group()
+    with pytest.raises(RuntimeError, match="mismatch between collectives on ranks"):
+        if rank == 0:
+            dist.all_reduce(torch.ones(1), group=group)
+        else:
+            dist.broadcast(torch.ones(1), 0, group=group)
+
+
+def a_collective_of_one_rank(rank):
+    shards = [DistributedSampler(range(7), num_replicas=2, rank=each) for each in (0, 1)]
+    assert [len(shard) for shard in shards] == [4, 4]
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="Timed out"):
+            dist.all_reduce(torch.ones(1), group=group)
+    dist.barrier()
+
+
+def take_steps(net, **options):
+    model = DDP(net, **options)
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def parameters_without_a_part_in_the_loss(rank):
+    net = nn.Linear(2, 1)
+    net.unused = nn.Linear(2, 1)
+    symptom = "Expected to have finished reduction in the prior iteration"
+    with pytest.raises(RuntimeError, match=symptom):
+        take_steps(net)
+    take_steps(net, find_unused_parameters=True)
+
+
+def gradients_are_copies_of_buckets(rank):
+    def storages(**options):
+        net = nn.Linear(2, 1)
+        take_steps(net, **options)
+        return len({parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()})
+
+    assert (storages(), storages(gradient_as_bucket_view=True)) == (2, 1)
+
+
+def sync_batch_norm_on_the_cpu(rank):
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(1)))
+    with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
+        net(torch.ones(2, 1, 2, 2))
+
+
+def slowly(batch):
+    time.sleep(2 * batch[0])
+    return batch
+
+
+def a_worker_gets_sigterm(rank):
+    def rest(init):
+        options = {"num_workers": 1, "multiprocessing_context": "fork", "collate_fn": slowly}
+        loader = iter(DataLoader([0, 1], 1, worker_init_fn=init, **options))
+        next(loader)
+        os.kill(loader._workers[0].pid, signal.SIGTERM)
+        return len(list(loader))
+
+    symptom = r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)"
+    with pytest.raises(RuntimeError, match=symptom):
+        rest(None)
+    assert rest(lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN)) == 1
+
+
+HERE = {  # the first words of a symptom: what shows it
+    "a collective times out": the_ranks_disagree_on_the_collective,
+    "a hang at the end of an epoch": a_collective_of_one_rank,
+    "`Expected to have finished": parameters_without_a_part_in_the_loss,
+    "gradients take twice": gradients_are_copies_of_buckets,
+    "`SyncBatchNorm expected": sync_batch_norm_on_the_cpu,
+    "`DataLoader worker": a_worker_gets_sigterm,
+}
+ELSEWHERE = {  # the test that shows it
     "the start hangs, then fails": "slow/test_hosts.py::test_nodes_that_cannot_connect",
     "`address already in use`": "slow/test_hosts.py::test_nodes_that_cannot_connect",
     "`Temporary failure": "slow/test_hosts.py::test_nodes_that_cannot_connect",
@@ -19,6 +110,16 @@ ELSEWHERE = {  # the first words of a symptom: the test that reproduces it
         "test_common.py::test_gather_and_exact_evaluation_on_1_2_3_and_7_processes",
     "`operator torchvision::nms":
         "test_common.py::test_torchvision_imports_whatever_build_of_torch_there_is",
+    "other losses than last time":
+        "test_04_ddp_torchrun.py::test_accumulated_micro_batches_take_the_steps_of_a_whole_batch",
+    "the same order of images":
+        "test_04_ddp_torchrun.py::test_gradients_are_synchronised_once_per_step_and_epochs_differ",
+    "`terminate called":
+        "slow/test_exits.py::test_no_thread_of_the_process_group_is_left_at_the_exit",
+    "names in the saved file":
+        "slow/test_exits.py::test_a_compiled_model_is_saved_with_the_plain_names",
+    "slower with more processes": "slow/test_troubleshooting.py::test_torchrun_sets_one_thread",
+    "in a container": "slow/test_troubleshooting.py::test_too_little_shared_memory_and_enough",
 }
 NOWHERE = {  # why a row is not reproduced
     "a node waits for over 60 s": "takes minutes",
@@ -28,145 +129,12 @@ NOWHERE = {  # why a row is not reproduced
     "only some of a node's GPUs": "needs GPUs",
     "`--compile` on the CPU": "needs a virtual environment in such a path",
 }
-START = """
-import gc, torch, torch.distributed as dist
-import torch.distributed.nn
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-"""
-# The others: number of processes, settings, a program that shows the symptom and then, where there
-# is one, that the fix helps, and the pattern of its output.
-HERE = {
-    "a collective times out": (2, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, START + """
-try:
-    dist.all_reduce(torch.ones(1)) if rank else dist.broadcast(torch.ones(1), 0)
-except RuntimeError as error:
-    print(error)
-""", r"mismatch between collectives on ranks"),
-    "a hang at the end of an epoch": (2, {}, START + """
-from datetime import timedelta
-from torch.utils.data import DistributedSampler
-print("shards", {len(DistributedSampler(range(7), num_replicas=2, rank=r)) for r in (0, 1)})
-dist.barrier()
-group = dist.new_group(timeout=timedelta(seconds=5))
-try:
-    if rank == 0:
-        dist.all_reduce(torch.ones(1), group=group)
-except RuntimeError as error:
-    print(error)
-dist.barrier()
-""", r"(?s)shards \{4\}.*Timed out"),
-    "`Expected to have finished": (2, {}, START + """
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.unused = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
-    def forward(self, images):
-        return self.used(images)
-def two_steps(**options):
-    net = torch.nn.parallel.DistributedDataParallel(Net(), **options)
-    for _ in range(2):
-        net(torch.ones(1, 2)).sum().backward()
-try:
-    two_steps()
-except RuntimeError as error:
-    print(error)
-two_steps(find_unused_parameters=True)
-print("cured")
-gc.collect()
-dist.destroy_process_group()
-""", r"(?s)Expected to have finished reduction in the prior iteration.*cured"),
-    "gradients take twice": (1, {}, START + """
-def gradients_in_buckets(**options):
-    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(9, 9), **options)
-    for _ in range(3):
-        net(torch.ones(1, 9)).sum().backward()
-    return len({parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()}) == 1
-print("in buckets:", gradients_in_buckets(), gradients_in_buckets(gradient_as_bucket_view=True))
-gc.collect()
-dist.destroy_process_group()
-""", r"in buckets: False True"),
-    "other losses than last time": (0, {}, """
-import torch
-torch.manual_seed(0); one = torch.rand(1)
-torch.manual_seed(1); other = torch.rand(1)
-torch.manual_seed(0); again = torch.rand(1)
-print((one == other).item(), (one == again).item())
-""", r"False True"),
-    "the same order of images": (0, {}, """
-from torch.utils.data import DistributedSampler
-sampler = DistributedSampler(range(100), num_replicas=2, rank=0)
-first, second = list(sampler), list(sampler)
-sampler.set_epoch(1)
-print(first == second, first == list(sampler))
-""", r"True False"),
-    "names in the saved file": (1, {}, START + """
-net = torch.nn.Linear(2, 1)
-for model in (torch.nn.parallel.DistributedDataParallel(net), torch.compile(net), net):
-    print(next(iter(model.state_dict())))
-gc.collect()
-dist.destroy_process_group()
-""", r"^module\.weight\n_orig_mod\.weight\nweight$"),
-    "`SyncBatchNorm expected": (2, {}, START + """
-net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm2d(1)))
-try:
-    net(torch.ones(2, 1, 2, 2))
-except ValueError as error:
-    print(error)
-dist.destroy_process_group()
-""", r"SyncBatchNorm expected input tensor to be on"),
-    "slower with more processes": (2, {}, """
-import os
-print("threads", os.environ["OMP_NUM_THREADS"])
-""", r"(?s)threads 1"),
-    "`terminate called": (2, {"OMP_NUM_THREADS": "1"}, START + """
-import os
-from pathlib import Path
-def train():
-    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(9, 9))(torch.ones(1, 9))
-def gloo_threads():
-    return sum("gloo" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
-gc.disable()
-train()
-if rank == 0:
-    gc.collect()
-dist.destroy_process_group()
-print(f"threads are left on rank {rank}: {gloo_threads() > 0}\\n", end="", flush=True)
-os._exit(0)
-""", r"(?s)(?=.*rank 0: False)(?=.*rank 1: True)"),
-    "`DataLoader worker": (0, {}, """
-import os, signal, time, torch
-from torch.utils.data import DataLoader
-class SecondIsSlow(torch.utils.data.Dataset):
-    def __len__(self):
-        return 2
-    def __getitem__(self, index):
-        time.sleep(5 * index)
-        return index
-def terminate_worker(init):
-    loader = iter(DataLoader(SecondIsSlow(), 1, num_workers=1, worker_init_fn=init))
-    next(loader)
-    os.kill(loader._workers[0].pid, signal.SIGTERM)
-    try:
-        return len(list(loader))
-    except RuntimeError as error:
-        return error
-print(terminate_worker(None))
-print("cured:", terminate_worker(lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN)))
-""", r"(?s)DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly).*cured: 1"),
-}
-SHARED_MEMORY = """
-import torch
-from torch.utils.data import DataLoader
-if __name__ == "__main__":
-    print("batches", len(list(DataLoader(torch.ones(8, 2**20), 1, num_workers=1))))
-"""
 
 
 def test_each_row_is_accounted_for():
     table = (ROOT / "README.md").read_text().split("\n## Troubleshooting\n")[1].split("\n## ")[0]
     symptoms = re.findall(r"^\| (?!symptom|---)(.*?) \|", table, re.M)
-    rows = [*ELSEWHERE, *NOWHERE, *HERE, "in a container"]
+    rows = [*HERE, *ELSEWHERE, *NOWHERE]
     for symptom in symptoms:
         assert sum(symptom.startswith(row) for row in rows) == 1, symptom
     assert len(symptoms) == len(rows)
@@ -175,35 +143,43 @@ def test_each_row_is_accounted_for():
         assert f"def {name}(" in (ROOT / "tests" / path).read_text(), test
 
 
+def in_group(rank, show, folder):
+    dist.init_process_group("gloo", f"file://{folder}/store", None, 2, rank)
+    show(rank)
+
+
 @pytest.mark.parametrize("row", HERE)
 def test_is_seen_here(row, tmp_path):
-    processes, settings, program, pattern = HERE[row]
-    script = tmp_path / "program.py"
-    script.write_text(program)
-    if row.startswith("slower"):  # without the helper, which sets OMP_NUM_THREADS
-        result = run(["torchrun", "--standalone", "--nproc-per-node=2", script], tmp_path)
-        symptom = "Setting OMP_NUM_THREADS environment variable for each process to be 1"
-        assert symptom in result.errors, result
-    elif settings:  # for processes that import torch
-        result = torchrun(script, processes, cwd=tmp_path, **settings)
-    elif processes:
-        result = run_ranks(script, processes, cwd=tmp_path)
-    else:
-        result = run([sys.executable, script], tmp_path)
-    assert re.search(pattern, result.output), result
+    in_processes(in_group, 2, HERE[row], tmp_path)
+
+
+def test_torchrun_sets_one_thread(tmp_path):
+    """Unless something is set: not by a helper, which sets it."""
+    command = ["torchrun", "--standalone", "--nproc-per-node=2", "--no-python", "printenv"]
+    result = run([*command, "OMP_NUM_THREADS"], tmp_path)
+    assert result.output == "1\n1\n", result
+    symptom = "Setting OMP_NUM_THREADS environment variable for each process to be 1"
+    assert symptom in result.errors, result
+
+
+LOAD = """
+import torch
+from torch.utils.data import DataLoader
+print("batches", len(list(DataLoader(torch.ones(8, 2**20), 1, num_workers=1))))
+"""
 
 
 def test_too_little_shared_memory_and_enough(tmp_path):
     """A container's /dev/shm, which a mount namespace stands in for."""
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True, timeout=30).returncode:
         pytest.skip("no mount namespaces on this machine")
-    script = tmp_path / "program.py"
-    script.write_text(SHARED_MEMORY)
-    for mebibytes, right in ((1, False), (512, True)):
-        mount = f'mount -t tmpfs -o size={mebibytes}m none /dev/shm && exec "$0" program.py'
-        result = run(["unshare", "--mount", "sh", "-c", mount, sys.executable], tmp_path)
-        if right:
-            assert result.output == "batches 8\n", result
-        else:
-            symptom = "Bus error|unable to (open|allocate) shared memory"
-            assert result.code != 0 and re.search(symptom, result.errors), result
+
+    def load(size):
+        mount = f'mount -t tmpfs -o size={size} none /dev/shm && exec "$0" -c "$1"'
+        return run(["unshare", "--mount", "sh", "-c", mount, sys.executable, LOAD], tmp_path)
+
+    little = load("1m")
+    symptom = "Bus error|unable to (open|allocate) shared memory"
+    assert little.code != 0 and re.search(symptom, little.errors), little
+    enough = load("512m")
+    assert enough.output == "batches 8\n", enough
