@@ -1,8 +1,7 @@
 """Two hosts that are really separate, on one machine: network namespaces joined by a bridge.
 
 Each has its own address, host name and /etc/hosts. All of it is gone when the first process ends,
-at the latest with the tests' own process. It needs root, or a kernel that lets users make
-namespaces, and iproute2 and util-linux.
+at the latest with the tests' own process. It needs root, iproute2 and util-linux.
 """
 
 import os
@@ -10,7 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from helpers import clean_environment, wait_until
+from helpers import clean_environment
 
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where ip may be
 ADDRESSES = {"h0": "10.78.0.1", "h1": "10.78.0.2"}
@@ -20,47 +19,48 @@ mkdir /run/netns
 ip link set lo up
 ip link add bridge type bridge
 ip link set bridge up
-while read -r host address; do
-  [ -n "$host" ] || break
-  ip netns add "$host"
-  ip link add "to-$host" type veth peer name eth0 netns "$host"
-  ip link set "to-$host" master bridge up
-  ip -n "$host" link set lo up
-  ip -n "$host" addr add "$address/24" dev eth0
-  ip -n "$host" link set eth0 up
+for host in h0 h1; do
+  ip netns add $host
+  ip link add to-$host type veth peer name eth0 netns $host
+  ip link set to-$host master bridge up
+  ip -n $host link set lo up
+  ip -n $host link set eth0 up
 done
+ip -n h0 addr add 10.78.0.1/24 dev eth0
+ip -n h1 addr add 10.78.0.2/24 dev eth0
 echo ready
-read -r _ || true
+read -r _
 """
+
+
+def require(*tools, path=PATH):
+    """Raise OSError with the reason if the tests are not root's, or if a tool is missing."""
+    if os.geteuid() != 0:
+        raise OSError("it needs root")
+    for tool in tools:
+        if not shutil.which(tool, path=path):
+            raise OSError(f"{tool} is not installed")
 
 
 class Hosts:
     def __init__(self, folder):
         """Set the hosts up; raises OSError with the reason if this machine does not allow it."""
-        for tool in ("ip", "unshare", "nsenter"):
-            if not shutil.which(tool, path=PATH):
-                raise OSError(f"{tool} is not installed")
+        require("ip", "unshare", "nsenter")
         self.folder = folder
-        user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
         namespaces = ["--net", "--mount", "--uts", "--pid", "--fork", "--kill-child"]
         self.first = subprocess.Popen(
-            ["unshare", *user, *namespaces, "--mount-proc", "bash", "-euc", SETUP],
+            ["unshare", *namespaces, "--mount-proc", "bash", "-euc", SETUP],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PATH": PATH},
         )
-        for host, address in ADDRESSES.items():
-            self.first.stdin.write(f"{host} {address}\n")
-        self.first.stdin.write("\n")
-        self.first.stdin.flush()
         if self.first.stdout.readline() != "ready\n":
             raise OSError(self.first.communicate(timeout=10)[1].strip())
         children = Path(f"/proc/{self.first.pid}/task/{self.first.pid}/children")
         self.enter = ["nsenter", "--target", children.read_text().strip()]
         self.enter += ["--net", "--mount", "--uts", "--pid"]
-        self.enter += ["--user", "--preserve-credentials"] if user else []
         self.write_hosts("hosts", ADDRESSES)
 
     def write_hosts(self, file, addresses):
@@ -88,15 +88,10 @@ class Daemons:
     """Daemons on the hosts, with all their files in one folder; they end with the hosts."""
 
     def __init__(self, hosts, folder, tools, **settings):
-        """Prepare the folder; raises OSError with the reason if they cannot be started here."""
-        self.hosts = hosts
-        self.folder = folder
+        """Prepare them; raises OSError with the reason if they cannot be started here."""
+        self.hosts, self.folder = hosts, folder
         self.settings = {"PATH": PATH} | settings  # in the environment of daemons and commands
-        for tool in tools:
-            if not shutil.which(tool, path=self.settings["PATH"]):
-                raise OSError(f"{tool} is not installed")
-        if os.geteuid() != 0:
-            raise OSError("its daemons need root")
+        require(*tools, path=self.settings["PATH"])
         folder.chmod(0o755)
         self.output = open(folder / "daemons.log", "w")
 
@@ -118,16 +113,9 @@ class Daemons:
         return result.stdout
 
     def wait_until_up(self, condition):
-        """Wait until a condition holds, which may fail as long as the daemons start."""
-
-        def is_up():
-            try:
-                return condition()
-            except AssertionError:
-                return False
-
+        """Wait until a shell command succeeds, which fails as long as the daemons start."""
         try:
-            wait_until(is_up, limit=30)
+            self.run("timeout", 30, "bash", "-c", f"until {condition}; do sleep 0.2; done")
         except AssertionError:
             log = (self.folder / "daemons.log").read_text()
             raise OSError(f"it did not start: {log[-2000:]}") from None

@@ -1,4 +1,4 @@
-"""03 and 04 on two separate hosts: they train as on one machine, and failures end in time.
+"""03 and 04 on two separate hosts: they train, and failures end in time.
 
 Each bound is far above what a case takes on an idle machine (README has the times), and far below
 what it takes with the limits that torchrun and PyTorch have by default.
@@ -8,15 +8,7 @@ import re
 import time
 
 import pytest
-from helpers import (
-    ROOT,
-    Running,
-    copy_project,
-    distance,
-    free_port,
-    run,
-    wait_for,
-)
+from helpers import ROOT, Running, copy_project, free_port, wait_for
 from hosts import ADDRESSES
 
 WAYS = ("03", "static", "c10d")
@@ -36,46 +28,27 @@ def project(tmp_path_factory):
 class Job:
     """A job on both hosts, started by the run.sh of 03 or in one of two ways by that of 04."""
 
-    def __init__(self, hosts, project, way, *options, nproc=("1", "1"), **settings):
-        self.hosts, self.project, self.way, self.nproc = hosts, project, way, nproc
-        self.port = free_port()
+    def __init__(self, hosts, project, way, *options, **settings):
+        self.hosts, self.way, self.options = hosts, way, options
         self.folder = project / ("03" if way == "03" else "04")
-        self.script = [name for name in options if str(name).endswith(".py")]
-        self.options = [option for option in options if option not in self.script]
-        if not self.script:
-            self.options += ["--data-dir", self.folder / "common"]
+        self.port = free_port()
+        self.place = project / f"{way} {self.port}"
+        self.place.mkdir()
+        (self.place / "data").symlink_to(self.folder / "common")
         self.settings = {"NNODES": "2", "START_TIMEOUT": "60", "OMP_NUM_THREADS": "1", **settings}
-        if way == "03":
-            self.options += ["--start-timeout", self.settings["START_TIMEOUT"]]
         self.nodes = []
 
-    def start(self, rank, address=ADDRESSES["h0"], port=None, hosts_file="hosts"):
+    def start(self, rank, address=ADDRESSES["h0"], port=None, nproc="1", hosts_file="hosts"):
         """Start one node, which connects to this address."""
         port = port or self.port
-        place = self.project / f"{self.way} {self.port} {len(self.nodes)}"
-        place.mkdir()
         if self.way == "c10d":
-            where = {"RDZV_ENDPOINT": f"{address}:{port}", "NPROC": self.nproc[rank]}
+            settings = {"RDZV_ENDPOINT": f"{address}:{port}"}
         else:
-            where = {"NODE_RANK": str(rank), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-            where["NPROC"] = ",".join(self.nproc) if self.way == "03" else self.nproc[rank]
-        command = ["bash", self.folder / "run.sh", *self.script, *self.options]
-        command = self.hosts.on(f"h{rank}", place, *command, hosts=hosts_file)
-        self.nodes.append(Running(command, place, **self.settings, **where))
-
-    def start_both(self):
-        self.start(0)
-        self.start(1)
-        return self
-
-    def wait_for(self, text, times=1):
-        """Wait until rank 0, which may be on any node, has printed this so often."""
-        wait_for(text, *self.nodes, times=times, limit=BOUND)
-
-    def kill_worker(self):
-        """Kill a training process on h1."""
-        words = ("spawn_main", "-c") if self.way == "03" else ("train.py", "-u")
-        self.nodes[1].kill(*words)
+            settings = {"NODE_RANK": str(rank), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        settings |= {"NPROC": nproc, **self.settings}
+        command = ["bash", self.folder / "run.sh", *self.options]
+        command = self.hosts.on(f"h{rank}", self.place, *command, hosts=hosts_file)
+        self.nodes.append(Running(command, self.place, **settings))
 
     def finish(self, *ranks):
         """The results of these nodes, or of all, which must end within the bound from now on."""
@@ -83,54 +56,19 @@ class Job:
         nodes = [self.nodes[rank] for rank in ranks] or self.nodes
         return [node.finish(end - node.start) for node in nodes]
 
-    def check_failure(self, *ranks):
-        """These nodes, or all, must end with an error within the bound from now on."""
-        for result in self.finish(*ranks):
-            assert result.code == 1, result
-            assert re.search("Error|Exception", result.errors), result
 
-    def kill_all(self):
-        for node in self.nodes:
-            node.kill_all()
-
-
-@pytest.fixture(scope="session")
-def here(project):
-    """The last epoch and the weights of three processes on one machine."""
-    weights = project / "here.pt"
-    options = ["--data-dir", project / "04/common", "--output", weights]
-    command = ["bash", project / "04/run.sh", *options]
-    result = run(command, project, NPROC="3", OMP_NUM_THREADS="1")
-    assert result.code == 0, result
-    return result.epochs()[-1], weights
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_two_and_one_processes_train_as_three_on_one_machine(way, hosts, project, here):
-    job = Job(hosts, project, way, nproc=("2", "1")).start_both()
-    results = job.finish()
-    assert [result.code for result in results] == [0, 0], results
-    (epochs,) = [result.epochs() for result in results if result.epochs()]  # only rank 0 logs
-    (weights,) = project.glob(f"{way} {job.port} ?/mnist.pt")  # only rank 0 saves
-    last, weights_here = here
-    assert epochs[-1]["epoch"] == last["epoch"]
-    assert epochs[-1]["accuracy"] == last["accuracy"]
-    assert distance(weights, weights_here) < 1e-4
-
-
-@pytest.mark.parametrize("way", ["static", "c10d"])
-def test_selftest_where_host_names_resolve_to_loopback(way, hosts, project):
+def test_selftest_where_host_names_resolve_to_loopback(hosts, project):
     """As on Debian, each host has its own name at 127.0.1.1.
 
     Gloo then needs GLOO_SOCKET_IFNAME, and c10d the is_host that run.sh sets.
     """
-    failing = Job(hosts, project, way, "selftest.py", nproc=("2", "1"))
-    working = Job(hosts, project, way, "selftest.py", nproc=("2", "1"), GLOO_SOCKET_IFNAME="eth0")
-    for rank, other in ((0, 1), (1, 0)):
-        names = {f"h{rank}": "127.0.1.1", f"h{other}": ADDRESSES[f"h{other}"]}
-        hosts.write_hosts(f"of h{rank}", names)
-        failing.start(rank, hosts_file=f"of h{rank}")
-        working.start(rank, hosts_file=f"of h{rank}")
+    failing = Job(hosts, project, "c10d", "selftest.py")
+    working = Job(hosts, project, "c10d", "selftest.py", GLOO_SOCKET_IFNAME="eth0")
+    for rank, nproc in ((0, "2"), (1, "1")):
+        file = f"of h{rank}"
+        hosts.write_hosts(file, {**ADDRESSES, f"h{rank}": "127.0.1.1"})
+        failing.start(rank, nproc=nproc, hosts_file=file)
+        working.start(rank, nproc=nproc, hosts_file=file)
     failed = failing.finish()
     assert [result.code for result in failed] == [1, 1], failed
     output = "".join(result.output for result in failed)
@@ -139,9 +77,8 @@ def test_selftest_where_host_names_resolve_to_loopback(way, hosts, project):
     assert [result.code for result in results] == [0, 0], results
     output = "".join(result.output for result in results)
     assert re.search("^OK: all checks passed on 3 ranks on (h0, h1|h1, h0)$", output, re.M), output
-    for result, host, count in zip(results, ("h0", "h1"), (2, 1), strict=True):
-        line = rf"^rank \d on {host}: cpu, gloo, world size 3$"
-        assert len(re.findall(line, result.output, re.M)) == count, result
+    hosts_of_ranks = re.findall(r"^rank \d on (h\d): cpu, gloo, world size 3$", output, re.M)
+    assert sorted(hosts_of_ranks) == ["h0", "h0", "h1"], output
 
 
 def test_nodes_that_cannot_connect(hosts, project):
@@ -173,24 +110,22 @@ def test_nodes_that_cannot_connect(hosts, project):
 
 
 def test_a_cut_link(hosts, project):
-    """Every node ends, except one: the c10d agent that cannot reach the store any more."""
-    jobs = {way: Job(hosts, project, way, *ENDLESS).start_both() for way in WAYS}
-    for job in jobs.values():
-        job.wait_for("epoch 1/")
+    """Two processes and one train; then every node ends, except the c10d agent without the store.
+    """
+    jobs = [Job(hosts, project, way, *ENDLESS) for way in WAYS]
+    for job in jobs:
+        for rank, nproc in ((0, "2"), (1, "1")):
+            job.start(rank, nproc="2,1" if job.way == "03" else nproc)
+    for job in jobs:
+        wait_for("epoch 1/", *job.nodes, limit=BOUND)  # by rank 0, which may be on any node
     hosts.link("h1", "down")
     try:
-        jobs["03"].check_failure()
-        jobs["static"].check_failure()
-        jobs["c10d"].check_failure(0)
+        for job in jobs:
+            for result in job.finish(*[0] if job.way == "c10d" else [0, 1]):
+                assert result.code == 1, result
+                assert re.search("Error|Exception", result.errors), result
     finally:
         hosts.link("h1", "up")
-        for job in jobs.values():
-            job.kill_all()
-
-
-def test_a_killed_process(hosts, project):
-    jobs = [Job(hosts, project, way, *ENDLESS).start_both() for way in WAYS]
-    for job in jobs:
-        job.wait_for("epoch 1/")
-        job.kill_worker()
-        job.check_failure()
+        for job in jobs:
+            for node in job.nodes:
+                node.kill_all()

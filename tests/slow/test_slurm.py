@@ -1,9 +1,10 @@
 """07 on a real Slurm of two nodes: whatever ends a job early, nothing is lost."""
 
+import os
 import re
+import time
 
 import pytest
-from cluster import Cluster, Job
 from helpers import (
     ROOT,
     WITNESS,
@@ -11,21 +12,98 @@ from helpers import (
     edit,
     equal,
     processes,
+    run_ranks,
     wait_until,
     with_dropout,
 )
+from hosts import ADDRESSES, Daemons
 
 FOLDER = ROOT / "07_slurm"
 OPTIONS = ["--epochs", 2, "--batch-size", 16, "--save-every", 3]  # 80 steps of two ranks
+DONE = ("COMPLETED", "0:0")
+
+
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost=h0
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5 # a requeued job waits as long, not 120 s
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
+MinJobAge=3600
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName=h0,h1 CPUs=4 RealMemory=6000 State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1
+PartitionName=grace Nodes=ALL MaxTime=INFINITE PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=10
+"""
+FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL"}
 
 
 @pytest.fixture(scope="module")
 def cluster(hosts, tmp_path_factory):
-    """A real Slurm on two hosts; tests that need it are skipped on machines without Slurm."""
+    """Real munge, slurmctld and slurmd; this machine's own Slurm is neither read nor changed."""
+    folder = tmp_path_factory.mktemp("slurm")
+    tools = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
     try:
-        return Cluster(hosts, tmp_path_factory.mktemp("slurm"))
+        cluster = Daemons(hosts, folder, tools, SLURM_CONF=str(folder / "slurm.conf"))
+        (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder))
+        (folder / "munge.key").write_bytes(os.urandom(128))
+        (folder / "munge.key").chmod(0o600)
+        files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "seed", "log")]
+        files += [f"--socket={folder}/munge.socket"]
+        cluster.start("h0", "munged", "--foreground", "--force", *files)
+        cluster.start("h0", "slurmctld", "-D", "-i")
+        for host in ADDRESSES:
+            (folder / f"spool-{host}").mkdir()
+            cluster.start(host, "slurmd", "-D", "-N", host)
+        states = "sinfo --noheader --format=%T --partition=main"
+        cluster.wait_until_up(f'[ "$({states})" = idle ]')  # one line for both nodes
     except OSError as error:
         pytest.skip(f"no Slurm on this machine: {error}")
+    return cluster
+
+
+class Job:
+    def __init__(self, cluster, folder, *command, **settings):
+        """Submit a job from a folder, with these settings in the environment."""
+        self.cluster, self.folder = cluster, folder
+        self.id = cluster.run(*command, folder=folder, **settings).split()[-1]
+
+    def __repr__(self):
+        return f"{self.record()}\n{self.log()}"
+
+    def record(self):
+        """The fields of `scontrol show job`, by name."""
+        words = self.cluster.run("scontrol", "show", "job", "--oneliner", self.id).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def log(self):
+        return "".join(path.read_text() for path in self.folder.glob(f"*-{self.id}.log"))
+
+    def wait(self, condition, limit=300):
+        """Wait until a condition holds."""
+        end = time.monotonic() + limit
+        while not condition():
+            assert time.monotonic() < end, self
+            time.sleep(0.2)
+
+    def wait_for_state(self, *states):
+        self.wait(lambda: self.record()["JobState"] in states)
+
+    def finish(self):
+        """Wait for its end; return its state and its exit code."""
+        self.wait_for_state(*FINAL)
+        record = self.record()
+        return record["JobState"], record["ExitCode"]
 
 
 @pytest.fixture(scope="module")
@@ -40,98 +118,91 @@ def project(tmp_path_factory):
     return project
 
 
-def submit(cluster, project, folder, *options, nproc=1, command="sbatch", **settings):
-    """Submit a job of two nodes with nproc processes each."""
-    command = [command, project / "run.sh", "--data-dir", project / "common", *OPTIONS, *options]
-    settings = {"NPROC": str(nproc), "OMP_NUM_THREADS": "1"} | settings
+@pytest.fixture(scope="module")
+def undisturbed(project, tmp_path_factory):
+    """The weights of two ranks that nothing disturbs, without Slurm."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    options = ["--data-dir", project / "common", *OPTIONS]
+    result = run_ranks(project / "train.py", 2, *options, cwd=folder)
+    assert result.code == 0, result
+    return folder / "mnist.pt"
+
+
+def submit(cluster, project, folder, **settings):
+    """Submit a job of two nodes with one process each; `bash` does it by sbatch."""
+    command = ["bash", project / "run.sh", "--data-dir", project / "common", *OPTIONS]
+    settings |= {"NPROC": "1", "OMP_NUM_THREADS": "1"}
     return Job(cluster, folder, *command, **settings)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(cluster, project, tmp_path_factory):
-    """The jobs of one and of two processes per node that nothing disturbs, by torchrun."""
-    jobs = {}
-    for nproc in (1, 2):
-        folder = tmp_path_factory.mktemp("undisturbed")
-        witness = {**WITNESS, "WITNESS": str(folder / "witness")}
-        jobs[nproc] = submit(cluster, project, folder, nproc=nproc, **witness)
-        assert jobs[nproc].finish() == ("COMPLETED", 0), jobs[nproc]
-    return jobs
-
-
-def words(options):
-    return " ".join(map(str, options))
-
-
-def epochs(text):
-    """The epoch lines without their times."""
-    return re.findall(r"^epoch \d/2  loss [\d.]+  accuracy [\d.]+ ", text, re.M)
-
-
-def test_both_launchers_train_the_same(cluster, project, undisturbed, tmp_path):
-    nproc, by_torchrun = 2, undisturbed[2]
-    witness = {**WITNESS, "WITNESS": str(tmp_path / "witness")}
-    by_srun = submit(
-        cluster, project, tmp_path, nproc=nproc, command="bash", LAUNCHER="srun", **witness
-    )
-    assert by_srun.finish() == ("COMPLETED", 0), by_srun
-    for job in (by_torchrun, by_srun):
-        lines = (job.folder / "witness").read_text().splitlines()
-        ranks = {(str(rank), str(2 * nproc)) for rank in range(2 * nproc)}
-        assert {tuple(line.split()[:2]) for line in lines} == ranks, job
-    assert epochs(by_srun.log()) == epochs(by_torchrun.log())
-    assert len(epochs(by_srun.log())) == 2
-    assert equal(by_torchrun.folder / "mnist.pt", tmp_path / "mnist.pt")
-
-
-def test_by_hand_in_an_allocation(cluster, project, undisturbed, tmp_path):
-    """The commands of the script's docstring, without run.sh."""
+def test_by_hand_in_an_allocation(cluster, project, tmp_path):
+    """The commands of the script's docstring: four ranks by torchrun, and the same four by srun."""
     docstring = (FOLDER / "train.py").read_text().split('"""')[1]
-    allocate = re.search(r"\((salloc .*)\)", docstring)[1]
-    commands = docstring.split("process:\n")[1].replace("\\\n", "").split("\n")
-    by_torchrun, by_srun = [line for line in commands if "srun " in line]
-    script = [*(line for line in commands if "export" in line)]
-    script += [f"{by_torchrun} $OPTIONS --output torchrun.pt"]
-    script += [f"{by_srun} $OPTIONS --output srun.pt --checkpoint c.pt"]
-    script = "\n".join(script).replace("07_slurm/train.py", '"$PROJECT/train.py"')
-    (tmp_path / "common").symlink_to(project / "common")
-    settings = {"PROJECT": str(project), "OPTIONS": f"--data-dir common {words(OPTIONS)}"}
-    settings["OMP_NUM_THREADS"] = "1"
-    command = [*allocate.split(), "bash", "-euc", script]
-    output = cluster.run(*command, folder=tmp_path, limit=600, **settings)
-    assert epochs(output) == epochs(undisturbed[2].log()) * 2, output
-    for name in ("torchrun.pt", "srun.pt"):
-        assert equal(undisturbed[2].folder / "mnist.pt", tmp_path / name)
+    allocate = re.search(r"\((salloc .*)\)", docstring)[1].split()
+    commands = docstring.split("process:\n")[1]
+    for name in ("torchrun", "srun"):
+        options = f"--data-dir '{project}/common' --output {name}.pt --checkpoint {name}-run.pt"
+        command = f"'{project}/train.py' {options} {' '.join(map(str, OPTIONS))}"
+        commands = commands.replace("07_slurm/train.py", command, 1)
+    settings = {"OMP_NUM_THREADS": "1", "WITNESS": str(tmp_path / "witness"), **WITNESS}
+    allocate += ["bash", "-euc", commands]
+    output = cluster.run(*allocate, folder=tmp_path, limit=300, **settings)
+    epochs = re.findall(r"^epoch \d/2  loss [\d.]+  accuracy [\d.]+ ", output, re.M)
+    assert len(epochs) == 4 and epochs[:2] == epochs[2:], output
+    assert equal(tmp_path / "torchrun.pt", tmp_path / "srun.pt")
+    witness = [line.split() for line in (tmp_path / "witness").read_text().splitlines()]
+    assert {(rank, world_size) for rank, world_size, _ in witness} == {(r, "4") for r in "0123"}
 
 
 def test_a_failing_rank_fails_the_job(cluster, project, tmp_path):
     faulty = {**WITNESS, "WITNESS": str(tmp_path / "witness"), "FAULTY_RANK": "1"}
     job = submit(cluster, project, tmp_path, **faulty)
     state, code = job.finish()
-    assert state == "FAILED" and code != 0, job
+    assert state == "FAILED" and code != "0:0", job
     assert "RuntimeError: planted by the test" in job.log(), job
     assert job.record()["Restarts"] == "0" and "requeueing" not in job.log(), job
 
 
-def start(cluster, project, folder, *options, **settings):
+def test_the_selftest_by_the_same_batch_script(cluster, tmp_path):
+    """README's command; Slurm's record of the job has what the script's header says."""
+    for folder in ("04_ddp_torchrun", "07_slurm"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    settings = {"SCRIPT": "04_ddp_torchrun/selftest.py"}
+    job = Job(cluster, tmp_path, "sbatch", "07_slurm/run.sh", **settings)
+    assert job.finish() == DONE, job
+    assert re.search(r"^OK: all checks passed on 4 ranks on (h0, h1|h1, h0)$", job.log(), re.M), job
+    header = {"JobName": "mnist", "Requeue": "1", "NumNodes": "2", "CPUs/Task": "2"}
+    header |= {"TimeLimit": "01:00:00", "MinMemoryNode": "3G", "NtasksPerN:B:S:C": "1:0:*:*"}
+    header |= {"StdOut": str(tmp_path / f"mnist-{job.id}.log")}
+    assert job.record().items() >= header.items(), job
+
+
+def wait_for_a_save(job, resumed=0):
+    """Wait until a job has resumed so often, and has saved a checkpoint after that."""
+    job.wait(lambda: job.log().count("\nresuming from ") == resumed)
+    checkpoint, now = job.folder / "checkpoint.pt", time.time()
+    job.wait(lambda: checkpoint.exists() and checkpoint.stat().st_mtime > now)
+
+
+def start(cluster, project, folder, **settings):
     """Submit a job that trains slowly, and return when it has saved a checkpoint."""
     folder.mkdir(exist_ok=True)
     (folder / "slow").touch()
-    job = submit(cluster, project, folder, *options, **settings)
-    job.wait(lambda _: (folder / "checkpoint.pt").exists())
+    job = submit(cluster, project, folder, **settings)
+    wait_for_a_save(job)
     return job
 
 
-def check_resumes(job, undisturbed):
-    """Requeued, a job resumes where it was stopped, and ends as if nothing had disturbed it."""
-    (job.folder / "slow").unlink(missing_ok=True)
-    job.start_again()
-    assert job.finish() == ("COMPLETED", 0), job
-    first, again = job.log().split(f"job {job.id} on ")[1:]
+def check_resumes(job, undisturbed, stops=1, log=""):
+    """It ends as if nothing had disturbed it, and resumed each time where it was stopped."""
+    (job.folder / "slow").unlink()
+    assert job.finish() == DONE, job
+    log += job.log()
     progress = r"after \d of 2 epochs and \d+ of 1260 images"
-    stopped = re.search(f"^stopped ({progress}); rerun the same command to resume$", first, re.M)
-    assert f"\nresuming from checkpoint.pt, {stopped[1]}\n" in again, job
-    assert equal(undisturbed.folder / "mnist.pt", job.folder / "mnist.pt")
+    stopped = re.findall(f"^stopped ({progress}); rerun the same command to resume$", log, re.M)
+    resumed = re.findall(f"^resuming from checkpoint.pt, ({progress})$", log, re.M)
+    assert len(stopped) == stops and resumed == stopped, log
+    assert equal(undisturbed, job.folder / "mnist.pt")
 
 
 def test_preempted(cluster, project, undisturbed, tmp_path):
@@ -141,75 +212,40 @@ def test_preempted(cluster, project, undisturbed, tmp_path):
         for partition, launcher in (("grace", "torchrun"), ("main", "srun"))
     ]
     urgent = ["--partition=urgent", "--exclusive", "--nodes=2", "--wrap=true"]
-    assert Job(cluster, tmp_path, "sbatch", *urgent).finish() == ("COMPLETED", 0)
+    assert Job(cluster, tmp_path, "sbatch", *urgent).finish() == DONE
     requeued_by_rank_0 = [f"\nrequeueing job {job.id}\n" in job.log() for job in jobs]
     assert requeued_by_rank_0 == [True, False], jobs
     for job in jobs:
-        check_resumes(job, undisturbed[1])
+        check_resumes(job, undisturbed)
 
 
 def test_out_of_time(cluster, project, undisturbed, tmp_path):
     """Slurm looks every 30 s, and sends the signal early rather than late: after 20 to 50 s."""
     settings = {"LAUNCHER": "srun", "SBATCH_TIMELIMIT": "1", "SBATCH_SIGNAL": "TERM@10"}
     job = start(cluster, project, tmp_path, **settings)
-    job.wait(lambda record: record["JobState"] == "PENDING")
+    job.wait_for_state("PENDING")
     assert f"\nrequeueing job {job.id}\n" in job.log(), job
     cluster.run("scontrol", "update", f"jobid={job.id}", "TimeLimit=10")
-    check_resumes(job, undisturbed[1])
+    check_resumes(job, undisturbed)
 
 
-def test_requeued_by_its_user(cluster, project, undisturbed, tmp_path):
-    job = start(cluster, project, tmp_path, LAUNCHER="srun")
-    cluster.run("scontrol", "requeue", job.id)
-    check_resumes(job, undisturbed[1])
-
-
-def test_a_node_is_lost(cluster, project, undisturbed, tmp_path):
+def test_requeued_by_its_user_then_without_a_node_then_cancelled(
+    cluster, project, undisturbed, tmp_path
+):
+    """Slurm requeues it twice. Cancelled, it is not requeued, and the same command resumes it."""
     job = start(cluster, project, tmp_path)
+    cluster.run("scontrol", "requeue", job.id)
+    wait_for_a_save(job, resumed=1)
     cluster.run("scontrol", "update", "nodename=h1", "state=down", "reason=test")
     try:
-        job.wait(lambda record: record["JobState"] == "PENDING")
-        wait_until(lambda: not processes(str(tmp_path)))  # of the job's first run, on both nodes
+        job.wait_for_state("PENDING")
+        wait_until(lambda: not processes(str(tmp_path)))  # of the run before, on both nodes
     finally:
         cluster.run("scontrol", "update", "nodename=h1", "state=resume")
-    check_resumes(job, undisturbed[1])
-
-
-def test_cancelled(cluster, project, undisturbed, tmp_path):
-    """It saves and is not requeued; the same command resumes it."""
-    job = start(cluster, project, tmp_path)
+    wait_for_a_save(job, resumed=2)
     cluster.run("scancel", job.id)
-    job.wait(lambda record: record["JobState"] == "CANCELLED")
-    assert "\nstopped after " in job.log() and "requeueing" not in job.log(), job
-    (tmp_path / "slow").unlink()
+    job.wait_for_state("CANCELLED")
+    wait_until(lambda: not processes(str(tmp_path)))
+    assert "requeueing" not in job.log(), job
     again = submit(cluster, project, tmp_path)
-    assert again.finish() == ("COMPLETED", 0), again
-    assert "\nresuming from checkpoint.pt, after " in again.log(), again
-    assert equal(undisturbed[1].folder / "mnist.pt", tmp_path / "mnist.pt")
-
-
-def test_selftest_under_the_same_batch_script(cluster, tmp_path):
-    settings = {"SCRIPT": "04_ddp_torchrun/selftest.py", "NPROC": "2", "OMP_NUM_THREADS": "1"}
-    output = f"--output={tmp_path}/%x-%j.log"
-    job = Job(cluster, ROOT, "sbatch", output, "07_slurm/run.sh", **settings)
-    job.folder = tmp_path
-    assert job.finish() == ("COMPLETED", 0), job
-    assert re.search(r"^OK: all checks passed on 4 ranks on (h0, h1|h1, h0)$", job.log(), re.M), job
-
-
-def test_a_bad_option_is_one_line(cluster, project, tmp_path):
-    job = Job(cluster, tmp_path, "sbatch", project / "run.sh", "--epochs", 0)
-    assert job.finish() == ("FAILED", 2), job
-    error = "train.py: error: argument --epochs: must be above 0, not 0"
-    assert job.log().splitlines() == ["usage: train.py [options]", error]
-
-
-def test_the_header_is_read_by_slurm(cluster, tmp_path):
-    """Slurm's own record of a held job has what the header says."""
-    job = Job(cluster, tmp_path, "sbatch", "--hold", FOLDER / "run.sh")
-    record = job.record()
-    cluster.run("scancel", job.id)
-    expected = {"JobName": "mnist", "Requeue": "1", "NumNodes": "2-2", "CPUs/Task": "2"}
-    expected |= {"TimeLimit": "01:00:00", "MinMemoryNode": "3G", "NtasksPerN:B:S:C": "1:0:*:*"}
-    expected |= {"StdOut": str(tmp_path / f"mnist-{job.id}.log")}
-    assert {name: record[name] for name in expected} == expected
+    check_resumes(again, undisturbed, stops=3, log=job.log())
