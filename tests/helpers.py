@@ -17,6 +17,7 @@ import time
 import uuid
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,23 +27,22 @@ DIGITS = ROOT / "common"  # as --data-dir: the bundled digits, without a downloa
 FEW = 140 * 9  # training images in a copy
 IGNORED = shutil.ignore_patterns(".git", ".venv", "*cache*", "data", "*.pt")
 WITNESS = {"PYTHONPATH": str(ROOT / "tests/witness")}  # makes Python read witness/sitecustomize.py
-EPOCH = re.compile(
-    r"epoch (?P<epoch>\d+)/(?P<epochs>\d+)  loss (?P<loss>\d+\.\d{4})  "
-    r"accuracy (?P<accuracy>[01]\.\d{4})  (?P<seconds>\d+\.\d) s  (?P<speed>\d+) images/s"
-)
+EPOCH = r"epoch (?P<epoch>\d+)/(?P<epochs>\d+)  loss (?P<loss>\d+\.\d{4})  "
+EPOCH += r"accuracy (?P<accuracy>[01]\.\d{4})  (?P<seconds>\d+\.\d) s  (?P<speed>\d+) images/s"
+EPOCH = re.compile(EPOCH)
 
-SETTINGS = {  # of launch files and torchrun: a test sets them itself or leaves them out
-    *("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"),
-    *("RDZV_ENDPOINT", "RDZV_ID", "MAX_RESTARTS", "START_TIMEOUT"),
-    *("LAUNCHER", "SCRIPT", "IMAGE", "DATA_DIR", "BUILD_OPTIONS", "OPTIONS", "USER_ID", "GROUP_ID"),
-}
+# Of launch files and torchrun, as those of Slurm: a test sets them itself or leaves them out
+SETTINGS = """
+    NPROC NNODES NODE_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS RANK LOCAL_RANK WORLD_SIZE
+    LOCAL_WORLD_SIZE GLOO_SOCKET_IFNAME RDZV_ENDPOINT RDZV_ID MAX_RESTARTS START_TIMEOUT LAUNCHER
+    SCRIPT IMAGE DATA_DIR BUILD_OPTIONS OPTIONS USER_ID GROUP_ID
+""".split()
 
 
 def clean_environment():
     """The environment of the tests, without what would change what a launch file does."""
-    kept = {name: value for name, value in os.environ.items() if name not in SETTINGS}
-    return {name: value for name, value in kept.items() if not name.startswith("SLURM_")}
+    names = [name for name in os.environ if not name.startswith("SLURM_")]
+    return {name: os.environ[name] for name in names if name not in SETTINGS}
 
 
 def label(path):
@@ -51,25 +51,20 @@ def label(path):
 
 
 class Result:
-    """A finished command: its exit code, what it printed and how long it took."""
+    """A finished command: its exit code and what it printed."""
 
-    def __init__(self, command, code, output, errors, seconds):
-        self.command, self.code, self.seconds = command, code, seconds
-        self.output, self.errors = output, errors
+    def __init__(self, command, code, output, errors):
+        self.command, self.code, self.output, self.errors = command, code, output, errors
 
     def __repr__(self):
-        command = " ".join(str(part) for part in self.command)
-        return (
-            f"{command}\nexit code {self.code} after {self.seconds:.1f} s\n"
-            f"{self.output}\n{self.errors}"
-        )
+        command = " ".join(map(str, self.command))
+        return f"{command}\nexit code {self.code}\n{self.output}\n{self.errors}"
 
     def epochs(self):
         """The epoch lines as dictionaries. Raises if a line begins like one and is none."""
         lines = [line for line in self.output.splitlines() if line.startswith("epoch")]
-        matches = [EPOCH.fullmatch(line) for line in lines]
-        assert all(matches), str(self)
-        return [match.groupdict() for match in matches]
+        assert all(EPOCH.fullmatch(line) for line in lines), self
+        return [EPOCH.fullmatch(line).groupdict() for line in lines]
 
 
 class Running:
@@ -81,14 +76,10 @@ class Running:
         command = [str(part) for part in command]
         if ignore_sigint:  # as a shell does for a command in the background
             command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
+        environment = clean_environment() | environment | {"TEST_RUN": self.token}
         self.process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=clean_environment() | environment | {"TEST_RUN": self.token},
-            stdin=subprocess.DEVNULL,
-            stdout=self.files[0],
-            stderr=self.files[1],
-            start_new_session=True,
+            command, cwd=cwd, env=environment, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=self.files[0], stderr=self.files[1],
         )
 
     def printed(self):
@@ -100,10 +91,9 @@ class Running:
     def kill(self, *words):
         """End, with SIGKILL, one process whose command line contains all these words."""
         for process in processes(self.token):
-            command = Path(f"/proc/{process}/cmdline").read_bytes()
-            if all(word.encode() in command for word in words):
-                os.kill(process, signal.SIGKILL)
-                return
+            command = Path(f"/proc/{process}/cmdline").read_text()
+            if all(word in command for word in words):
+                return os.kill(process, signal.SIGKILL)
         raise AssertionError(f"no process of {self.command} has {words} in its command line")
 
     def kill_all(self):
@@ -112,25 +102,24 @@ class Running:
         self.process.wait()
 
     def finish(self, limit=300):
-        """Wait for its end and return the result.
-
-        Raises AssertionError if it has not ended at the limit, or leaves a process running.
-        """
+        """Return the result. It must end before the limit, and leave no process running."""
         try:
             self.process.wait(max(0, self.start + limit - time.monotonic()))
         except subprocess.TimeoutExpired:
             kill(self.token)
             printed = "\n".join(self.printed())
             raise AssertionError(f"{self.command}: no end within {limit} s\n{printed}") from None
-        seconds, left = time.monotonic() - self.start, wait_until_gone(self.token)
+        end = time.monotonic() + 30  # for the last processes
+        while (left := processes(self.token)) and time.monotonic() < end:
+            time.sleep(0.1)
         kill(self.token)
-        result = Result(self.command, self.process.returncode, *self.printed(), seconds)
+        result = Result(self.command, self.process.returncode, *self.printed())
         assert not left, f"still running: {left}\n{result}"
         return result
 
 
 def wait_until(condition, *running, limit=300):
-    """Wait until a condition holds; none of these commands may end before."""
+    """Wait until a condition holds. None of these commands may end before."""
     end = time.monotonic() + limit
     while not condition():
         state = [each.printed() for each in running]
@@ -142,14 +131,13 @@ def wait_until(condition, *running, limit=300):
 def wait_for(text, *running, times=1, limit=300):
     """Wait until these commands have printed a text so many times; none of them may end before."""
 
-    def printed_often_enough():
+    def printed():
         return sum(each.printed()[0].count(text) for each in running) >= times
 
-    wait_until(printed_often_enough, *running, limit=limit)
+    wait_until(printed, *running, limit=limit)
 
 
 def run(command, cwd, limit=300, **environment):
-    """Run a command to its end, which must come before the limit, and leave nothing running."""
     return Running(command, cwd, **environment).finish(limit)
 
 
@@ -161,43 +149,45 @@ def torchrun(script, nproc, *options, cwd, **environment):
 
 # Ranks are forked from a process that has imported torch: torchrun takes seconds to start them
 RANKS = multiprocessing.get_context("forkserver")
-RANKS.set_forkserver_preload(
-    [
-        *("torch.distributed.nn", "torch.nn.parallel", "torch.distributed.checkpoint.state_dict"),
-        *("torch.distributed.fsdp", "torch.distributed.pipelining", "tqdm"),
-        "torch.distributed.tensor.parallel",
-    ]
-)
+MODULES = "nn fsdp pipelining tensor.parallel checkpoint.state_dict".split()
+RANKS.set_forkserver_preload(["tqdm", *(f"torch.distributed.{name}" for name in MODULES)])
 
 
 def start_ranks(script, nproc, options, cwd, files, **environment):
     """Start a script in ranks as torchrun does; they append to two files, output and errors."""
     launch = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
     launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **environment}
-    ranks = []
-    for rank in range(nproc):
-        settings = {"RANK": rank, "LOCAL_RANK": rank, **launch}
-        given = (Path(cwd, script), options, cwd, settings, files)
-        ranks.append(RANKS.Process(target=run_rank, args=given))
-        ranks[-1].start()
+    given = [{"RANK": rank, "LOCAL_RANK": rank, **launch} for rank in range(nproc)]
+    return start(run_rank, [(Path(cwd, script), options, cwd, each, files) for each in given])
+
+
+def start(function, arguments):
+    """Call a function with each of these arguments in a process forked as above."""
+    ranks = [RANKS.Process(target=function, args=given) for given in arguments]
+    for process in ranks:
+        process.start()
     return ranks
+
+
+def exit_codes(ranks, limit=300):
+    """Wait for the ends of ranks and return their exit codes; SIGKILL ends them at the limit."""
+    end = time.monotonic() + limit
+    for process in ranks:
+        process.join(max(0, end - time.monotonic()))
+    for process in ranks:
+        process.kill()
+        process.join()
+    return [process.exitcode for process in ranks]
 
 
 def run_ranks(script, nproc, *options, cwd, errors=None, limit=300, **environment):
     """Run a script in ranks, for tests of what it computes; errors may be a terminal."""
-    start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, "output"), errors or Path(folder, "errors")]
-        ranks = start_ranks(script, nproc, options, cwd, files, **environment)
-        for process in ranks:
-            process.join(max(0, start + limit - time.monotonic()))
-        for process in ranks:
-            process.kill()
-            process.join()
-        code = max(abs(process.exitcode) for process in ranks)
+        codes = exit_codes(start_ranks(script, nproc, options, cwd, files, **environment), limit)
         printed = [file.read_text() if file.is_file() else "" for file in files]
     command = ["torchrun", "--standalone", f"--nproc-per-node={nproc}", script, *options]
-    return Result(command, code, *printed, time.monotonic() - start)
+    return Result(command, max(map(abs, codes)), *printed)
 
 
 def run_rank(script, options, cwd, settings, files):
@@ -224,20 +214,10 @@ def processes(token):
     """The ids of all processes that the Running with this token has started."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if token.encode() in (entry / "environ").read_bytes():
                 found.append(int(entry.name))
-        except OSError:  # has ended, or belongs to another user
-            continue
     return found
-
-
-def wait_until_gone(token, limit=30):
-    """Wait a moment for the last processes to end, and return the ids of those that do not."""
-    end = time.monotonic() + limit
-    while (left := processes(token)) and time.monotonic() < end:
-        time.sleep(0.1)
-    return left
 
 
 def kill(token):
@@ -248,9 +228,9 @@ def kill(token):
 
 def fake_tools(folder, **scripts):
     """A PATH on which these shell scripts come before the real tools of their names."""
-    folder.mkdir()
-    for name, lines in scripts.items():
-        (folder / name).write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    folder.mkdir(parents=True)
+    for name, text in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
     return f"{folder}:{os.environ['PATH']}"
 
@@ -265,7 +245,7 @@ def bare_tools(folder, **scripts):
 
 def load_script(path):
     """Import a script as a module, without running its main()."""
-    spec = importlib.util.spec_from_file_location(f"script_{uuid.uuid4().hex}", path)
+    spec = importlib.util.spec_from_file_location("script", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -273,8 +253,8 @@ def load_script(path):
 
 def parse(monkeypatch, script, *options, gpus=0, **environment):
     """Call a script's parse_args() with these options, on a machine with this number of GPUs."""
-    for name in SETTINGS:
-        monkeypatch.delenv(name, raising=False)
+    for name in os.environ.keys() - clean_environment().keys():
+        monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
@@ -285,14 +265,12 @@ def parse(monkeypatch, script, *options, gpus=0, **environment):
 
 def rejected(monkeypatch, capsys, script, *options, **settings):
     """The error of a script that rejects these options with one usage line and one error line."""
-    try:
+    with pytest.raises(SystemExit) as stop:
         parse(monkeypatch, script, *options, **settings)
-    except SystemExit as stop:
-        assert stop.code == 2
-        usage, error = capsys.readouterr().err.splitlines()
-        assert usage == f"usage: {script.name} [options]"
-        return error.removeprefix(f"{script.name}: error: ")
-    raise AssertionError(f"{script} accepts {options}")
+    assert stop.value.code == 2
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage == f"usage: {script.name} [options]"
+    return error.removeprefix(f"{script.name}: error: ")
 
 
 def bare_accuracy(weights):
@@ -300,13 +278,12 @@ def bare_accuracy(weights):
     from common.data import load_mnist  # here: a rank imports this file, then a copy's common/
     from common.model import ConvNet
 
-    model = ConvNet()
+    model = ConvNet().eval()
     model.load_state_dict(torch.load(weights, weights_only=True))
-    model.eval()
     test_set = load_mnist(DIGITS)[1]
     with torch.no_grad():
-        right = sum(int(model(image[None]).argmax()) == int(label) for image, label in test_set)
-    return right / len(test_set)
+        right = [int(model(image[None]).argmax()) == int(label) for image, label in test_set]
+    return sum(right) / len(right)
 
 
 class Launch(Running):
@@ -316,42 +293,37 @@ class Launch(Running):
         self.place, self.repository = place, repository
         place.mkdir()
         (place / "data").symlink_to(repository / "common")
-        environment = {**WITNESS, "WITNESS": str(place / "witness"), **settings}
+        settings |= {**WITNESS, "WITNESS": str(place / "witness")}
         if tools:
-            environment["PATH"] = tools(place)
-        super().__init__(["bash", repository / folder / "run.sh", *options], place, **environment)
+            settings["PATH"] = tools(place)
+        super().__init__(["bash", repository / folder / "run.sh", *options], place, **settings)
 
     def check(self, **expected):
         """It has trained, and none of the repository's lines uses what this torch deprecates."""
         result = self.finish()
-        errors = result.errors.splitlines()
-        own = [line for line in errors if line.startswith(str(self.repository))]
-        assert not any("Warning" in line for line in own), result
+        warning = rf"^{re.escape(str(self.repository))}.*Warning"
+        assert not re.search(warning, result.errors, re.M), result
         check_trained(result, self.place, **expected)
         return result
 
 
 def check_trained(result, folder, epochs=3, ranks=2, at_least=0.6, accuracy_of=bare_accuracy):
-    """All ranks have taken part, and the saved weights have the accuracy that was printed."""
+    """The saved weights have the accuracy that was printed; with several ranks also
+    each rank adds its share to each epoch's loss, which is the mean over all images."""
     assert result.code == 0, result
     lines = result.epochs()
     assert [line["epoch"] for line in lines] == [str(n) for n in range(1, epochs + 1)], result
     assert float(lines[-1]["accuracy"]) >= at_least, result
     assert lines[-1]["accuracy"] == f"{accuracy_of(folder / 'mnist.pt'):.4f}", result
-    if ranks > 1:
-        check_witness(folder / "witness", lines, ranks)
-
-
-def check_witness(witness, epochs, world_size):
-    """Each rank adds its share to each epoch's loss, which is the mean over all images."""
-    rows = [line.split() for line in witness.read_text().splitlines()]
-    assert {int(world) for _, world, _ in rows} == {world_size}
-    images = math.ceil(FEW / world_size) * world_size
-    for number, line in enumerate(epochs):
-        ranks = [[float(row[2]) for row in rows if int(row[0]) == n] for n in range(world_size)]
-        losses = [losses[number] for losses in ranks]
-        assert min(losses) > 0
-        assert abs(float(line["loss"]) - sum(losses) / images) < 6e-5
+    if ranks == 1:
+        return
+    rows = [line.split() for line in (folder / "witness").read_text().splitlines()]
+    assert {int(world) for _, world, _ in rows} == {ranks}
+    images = math.ceil(FEW / ranks) * ranks
+    losses = [[float(loss) for rank, _, loss in rows if int(rank) == n] for n in range(ranks)]
+    for line, shares in zip(lines, zip(*losses, strict=True), strict=True):
+        assert min(shares) > 0
+        assert abs(float(line["loss"]) - sum(shares) / images) < 6e-5
 
 
 def copy_project(folder, script, *others):
@@ -390,18 +362,13 @@ def fewer_digits(project, now=1438, digits=140):
 
 
 def without_batch_norm(project):
-    """Let the copied ConvNet normalise each image separately, in float64.
+    """Let the copied ConvNet normalise each image separately, and the copy compute in float64.
 
     Then a batch may be split: float64 leaves a clear gap between rounding and a mistake.
     """
-    edit(
-        project,
-        "common/model.py",
-        ("nn.BatchNorm2d(16)", "nn.GroupNorm(4, 16)"),
-        ("nn.BatchNorm2d(32)", "nn.GroupNorm(4, 32)"),
-        ("nn.Linear(7 * 7 * 32, 10)", "nn.Linear(7 * 7 * 32, 10)\n        self.double()"),
-        ("self.layer1(images)", "self.layer1(images.double())"),
-    )
+    edit(project, "common/model.py", ("nn.BatchNorm2d(", "nn.GroupNorm(4, "))
+    float64 = "import torch\n\ntorch.set_default_dtype(torch.float64)\n"
+    edit(project, "common/data.py", ("import torch\n", float64), (".float()", ".double()"))
 
 
 def with_dropout(project):

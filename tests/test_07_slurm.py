@@ -1,20 +1,11 @@
 """07 without Slurm: run.sh with fake tools, where srun starts the processes on this machine."""
 
 import os
-import re
 import signal
+from pathlib import Path
 
 import pytest
-from helpers import (
-    ROOT,
-    check_trained,
-    fake_tools,
-    free_port,
-    load_script,
-    parse,
-    run,
-    run_ranks,
-)
+from helpers import ROOT, check_trained, fake_tools, free_port, load_script, parse, run, run_ranks
 
 FOLDER = ROOT / "07_slurm"
 RUN = FOLDER / "run.sh"
@@ -49,7 +40,7 @@ wait $first && exit $code
 
 def fake_slurm(folder, **tools):
     """A PATH with tools that look like Slurm's, and run a job's processes on this machine."""
-    tools = {"sbatch": [SBATCH], "scontrol": [SCONTROL], "srun": [SRUN], **tools}
+    tools = {"sbatch": SBATCH, "scontrol": SCONTROL, "srun": SRUN, **tools}
     return fake_tools(folder / "fake", **tools)
 
 
@@ -62,7 +53,7 @@ def stopped_job(folder):
     (folder / "record").write_text(record())
     stop = f"TORCHELASTIC_RUN_ID=any SIGNAL_AT_BATCH='1 {signal.SIGTERM:d} 3'"
     job = f"export LAUNCHER=srun DELAY=3 MASTER_PORT={free_port()} {stop}"
-    return fake_slurm(folder, sbatch=[job, SBATCH])
+    return fake_slurm(folder, sbatch=job + SBATCH)
 
 
 @pytest.mark.launch("07_slurm", tools=stopped_job)
@@ -82,25 +73,20 @@ def test_a_stopped_job_is_requeued_resumes_and_saves(launched, repository):
     check_trained(again, place, ranks=1)  # the witness did not see the part before the stop
 
 
-@pytest.mark.parametrize(
-    ("settings", "command"),
-    [
-        (
-            {},
-            "--ntasks-per-node=1 --cpus-per-task=8 torchrun --nnodes=2 --nproc-per-node=4 "
-            "--rdzv-backend=c10d --rdzv-id=7 --rdzv-endpoint=127.0.0.1:10007",
-        ),
-        ({"LAUNCHER": "srun"}, "--ntasks-per-node=4 --ntasks=8 --cpus-per-task=2 python"),
-    ],
-    ids=["torchrun", "srun"],
-)
-def test_the_launch_on_two_nodes_of_four_gpus(settings, command, tmp_path):
-    python = ['case "$*" in *device_count*) echo 4 ;; esac']
-    srun = ["echo $OMP_NUM_THREADS $MASTER_ADDR $MASTER_PORT $*"]
+TORCHRUN = """--ntasks-per-node=1 --cpus-per-task=8 torchrun --nnodes=2 --nproc-per-node=4 \
+--rdzv-backend=c10d --rdzv-id=7 --rdzv-endpoint=127.0.0.1:10007"""
+TASKS = "--ntasks-per-node=4 --ntasks=8 --cpus-per-task=2 python"
+
+
+@pytest.mark.parametrize(("launcher", "command"), [("torchrun", TORCHRUN), ("srun", TASKS)])
+def test_the_launch_on_two_nodes_of_four_gpus(launcher, command, tmp_path):
+    python = 'case "$*" in *device_count*) echo 4 ;; esac'
+    srun = "echo $OMP_NUM_THREADS $MASTER_ADDR $MASTER_PORT $*"
     path = fake_slurm(tmp_path, python=python, srun=srun)
-    job = ["SLURM_JOB_ID=7", "SLURM_JOB_NUM_NODES=2", "SLURM_JOB_NODELIST=h[0-1]"]
-    job += ["SLURM_CPUS_PER_TASK=8", "SLURM_JOB_CPUS_PER_NODE=8(x2)"]
-    result = run(["env", *job, "bash", RUN, "--amp"], tmp_path, PATH=path, **settings)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "h[0-1]"}
+    job |= {"SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_CPUS_PER_NODE": "8(x2)"}
+    settings = {"LAUNCHER": "srun"} if launcher == "srun" else {}
+    result = run(["bash", RUN, "--amp"], tmp_path, PATH=path, **job, **settings)
     assert result.code == 0, result
     start = f"2 127.0.0.1 10007 --kill-on-bad-exit=1 {command}"
     assert result.output.splitlines()[-1] == f"{start} {FOLDER / 'train.py'} --amp", result
@@ -111,33 +97,29 @@ def scontrol(tmp_path, monkeypatch):
     """Run requeue_job() in a folder with a fake scontrol, and restore the signals' handlers."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", fake_slurm(tmp_path))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    stop_signals = (signal.SIGTERM, signal.SIGINT)
+    handlers = [signal.getsignal(number) for number in stop_signals]
     yield
-    for number, handler in handlers.items():
+    for number, handler in zip(stop_signals, handlers, strict=True):
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize(
-    ("fields", "requeued"),
-    [
-        ({}, True),
-        ({"batch": 2}, True),  # Slurm's first attempt to launch it failed
-        ({"requeue": 0}, False),  # sbatch --no-requeue
-        ({"batch": 0}, False),  # salloc
-        ({"state": "CANCELLED"}, False),
-        ({"state": "COMPLETING"}, False),  # Slurm ends it, and may requeue it itself
-        ({"state": "PENDING"}, False),
-    ],
-)
+@pytest.mark.parametrize(("fields", "requeued"), [
+    ({}, True),
+    ({"batch": 2}, True),  # Slurm's first attempt to launch it failed
+    ({"requeue": 0}, False),  # sbatch --no-requeue
+    ({"batch": 0}, False),  # salloc
+    ({"state": "CANCELLED"}, False),
+    ({"state": "COMPLETING"}, False),  # Slurm ends it, and may requeue it itself
+])
 def test_which_jobs_are_requeued(fields, requeued, scontrol, monkeypatch):
-    with open("record", "w") as file:
-        file.write(record(**fields))
+    Path("record").write_text(record(**fields))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     load_script(FOLDER / "train.py").requeue_job()
     assert os.path.exists("calls") == requeued
 
 
-def test_without_slurm_nothing_is_requeued(scontrol, monkeypatch):
+def test_without_slurm_nothing_is_requeued(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("PATH", "")
     load_script(FOLDER / "train.py").requeue_job()
@@ -153,14 +135,3 @@ def test_ranks_under_srun(torchrun, ranks, monkeypatch):
     task = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4"}
     parse(monkeypatch, FOLDER / "train.py", **task, **torchrun)
     assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ranks
-
-
-def test_the_header_is_where_slurm_reads_it():
-    """Slurm reads neither `# SBATCH` nor anything below the first command."""
-    lines = RUN.read_text().splitlines()
-    header = [number for number, line in enumerate(lines) if re.match(r"#+ *SBATCH", line)]
-    assert header[-1] < lines.index("set -euo pipefail")
-    for number in header:
-        assert re.fullmatch(r"##?SBATCH --[a-z-]+(=\S+)?(  # EDIT.*)?", lines[number])
-    name = next(re.search(r"--signal=(\w+)@\d+$", line)[1] for line in lines if "--signal" in line)
-    assert signal.Signals[f"SIG{name}"] in load_script(FOLDER / "train.py").STOP_SIGNALS
