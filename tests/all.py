@@ -1,10 +1,7 @@
 """Run all tests, the slow ones included, as two pytest processes side by side.
 
-    python tests/all.py
-    python tests/all.py -m slow --durations=10
-
-The options go to both. One process runs the tests on separate hosts, which mostly wait; its output
-comes at the end.
+The options, such as --durations=10, go to both. One process runs the tests on separate hosts, which
+mostly wait; its output comes at the end.
 """
 
 import subprocess

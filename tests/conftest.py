@@ -39,10 +39,7 @@ def launches(request, tmp_path_factory):
         return launch
 
     with ThreadPoolExecutor(2) as pool:
-        yield {
-            test: pool.submit(run, number, mark)
-            for number, (test, mark) in enumerate(marks.items())
-        }
+        yield {test: pool.submit(run, number, marks[test]) for number, test in enumerate(marks)}
         pool.shutdown(wait=False, cancel_futures=True)
         for each in running:
             each.kill_all()

@@ -3,7 +3,7 @@
 import pytest
 from helpers import FOLDERS, ROOT, parse, rejected
 
-FOLDER = ROOT / "01_dataparallel"
+SCRIPT = ROOT / "01_dataparallel/train.py"
 
 
 @pytest.mark.launch("01_dataparallel", OMP_NUM_THREADS="1")  # two are slow where a core is busy
@@ -12,20 +12,17 @@ def test_trains_evaluates_and_saves(launched):
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
+def test_every_script_rejects_a_wrong_option(folder, monkeypatch, capsys):
+    for options, error in (
         ("--epochs 0", "argument --epochs: must be above 0, not 0"),
         ("--epochs three", "argument --epochs: invalid positive_int value: 'three'"),
         ("--lr nan", "argument --lr: must be above 0, not nan"),
         ("--output no/such/folder/m.pt", "cannot write no/such/folder/m.pt; name a file in a"),
         ("--output .", "argument --output: cannot write .; name a file in a writable folder"),
         ("--colour red", "unrecognized arguments: --colour red"),
-    ],
-)
-def test_every_script_rejects_a_wrong_option(folder, options, error, monkeypatch, capsys):
-    script = ROOT / folder / "train.py"
-    assert error in rejected(monkeypatch, capsys, script, *options.split(), LOCAL_RANK=0)
+    ):
+        script = ROOT / folder / "train.py"
+        assert error in rejected(monkeypatch, capsys, script, *options.split(), LOCAL_RANK=0)
 
 
 @pytest.mark.parametrize("folder", FOLDERS[1:4] + FOLDERS[5:])
@@ -45,11 +42,11 @@ def test_check_ends_after_the_options(folder, monkeypatch, capsys):
 
 @pytest.mark.parametrize("option", ["--amp", "--compile"])
 def test_several_gpus_reject_what_dataparallel_cannot_do(option, monkeypatch, capsys):
-    error = rejected(monkeypatch, capsys, FOLDER / "train.py", option, gpus=2)
+    error = rejected(monkeypatch, capsys, SCRIPT, option, gpus=2)
     assert error.startswith("DataParallel has no --amp, --compile: ")
-    parse(monkeypatch, FOLDER / "train.py", option, gpus=1)
+    parse(monkeypatch, SCRIPT, option, gpus=1)
 
 
 def test_cuda_needs_a_gpu(monkeypatch, capsys):
-    error = rejected(monkeypatch, capsys, FOLDER / "train.py", "--device", "cuda")
+    error = rejected(monkeypatch, capsys, SCRIPT, "--device", "cuda")
     assert error == "--device cuda needs a GPU per process, and PyTorch finds 0"

@@ -13,16 +13,13 @@ def test_two_nodes_train_evaluate_and_save(launched):
     launched.check()
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ("-g 8,x", "argument -g/--gpus: invalid process_counts value: '8,x'"),
-        ("-g 8,0", "argument -g/--gpus: must be above 0, not 0"),
-        ("-g 8,2,2", "--gpus: name one number of processes, or one for each of 2 nodes"),
-        ("-i 2", "--node-rank must be from 0 to 1, not 2"),
-        ("-g 2", "--device cuda needs a GPU per process, and PyTorch finds 1"),
-    ],
-)
+@pytest.mark.parametrize(("options", "line"), [
+    ("-g 8,x", "argument -g/--gpus: invalid process_counts value: '8,x'"),
+    ("-g 8,0", "argument -g/--gpus: must be above 0, not 0"),
+    ("-g 8,2,2", "--gpus: name one number of processes, or one for each of 2 nodes"),
+    ("-i 2", "--node-rank must be from 0 to 1, not 2"),
+    ("-g 2", "--device cuda needs a GPU per process, and PyTorch finds 1"),
+])
 def test_rejects_nodes_and_processes_that_do_not_fit(options, line, monkeypatch, capsys):
     options = ["-n", 2, *options.split()]
     assert rejected(monkeypatch, capsys, SCRIPT, *options, gpus=1) == line

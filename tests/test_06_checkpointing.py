@@ -9,20 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import (
-    ROOT,
-    Running,
-    copy_project,
-    edit,
-    equal,
-    load_script,
-    run,
-    run_ranks,
-    wait_for,
-)
+from helpers import ROOT, Running, copy_project, edit, equal, load_script, run, run_ranks, wait_for
 
 FOLDER = ROOT / "06_checkpointing"
-RUN = FOLDER / "run.sh"
 
 
 @pytest.mark.launch("06_checkpointing")
@@ -37,34 +26,35 @@ def test_two_ranks_train_and_a_rerun_has_nothing_to_do(launched, repository):
     assert equal(first, place / "mnist.pt")
 
 
+OWN = """
+def data_sets():
+    points = torch.randn(1000, 6, generator=torch.Generator().manual_seed(0))
+    labels = (points[:, :3].sum(1) > points[:, 3:].sum(1)).long()
+    both = torch.utils.data.TensorDataset(points, labels)
+    return [torch.utils.data.Subset(both, part) for part in (range(800), range(800, 1000))]
+
+
+def network():
+    hidden = nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1)
+    return nn.Sequential(*hidden, nn.Linear(32, 2))
+"""
+
+
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A copy with another network and other data: only what a reader replaces is replaced.
+    """A copy with another network and other data, by steps 1 to 3 of README's section.
 
     The labels are the larger of two sums; dropout draws random numbers in each step.
     """
     project = copy_project(tmp_path_factory.mktemp("copy") / "my project", FOLDER / "train.py")
-    data = """\
-    points = torch.randn(1000, 6, generator=torch.Generator().manual_seed(0))
-    labels = (points[:, :3].sum(1) > points[:, 3:].sum(1)).long()
-    train_set = TensorDataset(points[:800], labels[:800])
-    test_set = TensorDataset(points[800:], labels[800:])
-"""
-    hidden = "nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1)"
-    edit(
-        project,
-        "train.py",
-        ("    train_set, test_set = load_mnist(args.data_dir)\n", data),
-        ('{"collate_fn": already_batched, "pin_memory": use_cuda}', '{"pin_memory": use_cuda}'),
-        (
-            "ConvNet().to(device, memory_format=torch.channels_last)",
-            f"nn.Sequential({hidden}, nn.Linear(32, 2)).to(device)",
-        ),
-        ("from common.data import already_batched, load_mnist\n", ""),
-        ("from common.model import ConvNet\n", ""),
-        ("import DataLoader, ", "import DataLoader, TensorDataset, "),
-    )
-    shutil.copy(RUN, project)
+    changes = [
+        ("load_mnist(args.data_dir)", "data_sets()"),
+        ('"collate_fn": already_batched, ', ""),
+        ("ConvNet().to(device, memory_format=torch.channels_last)", "network().to(device)"),
+        ("\n\ndef parse_args", f"\n{OWN}\n\ndef parse_args"),
+    ]
+    edit(project, "train.py", *changes)
+    shutil.copy(FOLDER / "run.sh", project)
     return project
 
 
@@ -99,52 +89,39 @@ class RunsCode:
         return open, ("code-was-run", "w")
 
 
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-1000])
-
-
 def flip_a_bit(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1  # in a tensor, where torch.load does not notice it
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"--epochs": 4}, "made with --epochs 3, not 4"),
-        ({"--batch-size": 32}, "made with --batch-size 64, not 32"),
-        ({"--lr": 0.2}, "made with --lr 0.1, not 0.2"),
-        ({"images": 500}, "made with the number of training images 600, not 500"),
-        ({"net": torch.nn.Linear(4, 4)}, ".* size mismatch for weight: .*"),
-        (truncate, "File is not a zip file"),
-        (flip_a_bit, "wrong checksum"),
-        (lambda path: torch.save(RunsCode(), path), ".* rejects it, as it could run code"),
-        (lambda path: torch.save({"weight": 1}, path), "not a checkpoint of this script"),
-    ],
-    ids=["epochs", "batch", "lr", "images", "network", "truncated", "bit", "code", "weights"],
-)
+@pytest.mark.parametrize(("change", "problem"), [
+    ({"epochs": 4}, "made with --epochs 3, not 4"),
+    ({"batch_size": 32}, "made with --batch-size 64, not 32"),
+    ({"lr": 0.2}, "made with --lr 0.1, not 0.2"),
+    ({"images": 500}, "made with the number of training images 600, not 500"),
+    ({"net": torch.nn.Linear(4, 4)}, ".* size mismatch for weight: .*"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "File is not a zip file"),
+    (flip_a_bit, "wrong checksum"),
+    (lambda path: torch.save(RunsCode(), path), ".* rejects it, as it could run code"),
+    (lambda path: torch.save({"weight": 1}, path), "not a checkpoint of this script"),
+], ids=["epochs", "batch", "lr", "images", "network", "truncated", "bit", "code", "weights"])
 def test_a_checkpoint_is_rejected(change, problem, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     script, checkpoint = load_script(FOLDER / "train.py"), Path("checkpoint.pt")
-    now = {"--epochs": 3, "--batch-size": 64, "--lr": 0.1, "--seed": 0, "images": 600}
-    now |= {"net": torch.nn.Linear(4, 2)}
-
-    def arguments():
-        options = {"epochs": now["--epochs"], "batch_size": now["--batch-size"], "lr": now["--lr"]}
-        return argparse.Namespace(**options, seed=now["--seed"], checkpoint=checkpoint)
-
-    run = script.describe_run(arguments(), now["images"])
-    script.save_checkpoint({"run": run, "model": now["net"].state_dict(), "epoch": 1}, checkpoint)
+    options = {"epochs": 3, "batch_size": 64, "lr": 0.1, "seed": 0, "checkpoint": checkpoint}
+    now = argparse.Namespace(**options, images=600, net=torch.nn.Linear(4, 2))
+    run = script.describe_run(now, now.images)
+    script.save_checkpoint({"run": run, "model": now.net.state_dict(), "epoch": 1}, checkpoint)
     if callable(change):
         change(checkpoint)
     else:
-        now |= change
+        vars(now).update(change)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         line = f"error: --checkpoint {checkpoint}: {problem}; delete it to start from scratch"
         with pytest.raises(SystemExit, match=f"^{line}$"):
-            script.load_checkpoint(arguments(), now["net"], now["images"])
+            script.load_checkpoint(now, now.net, now.images)
         assert not os.path.exists("code-was-run")
     finally:
         if dist.is_initialized():
