@@ -70,7 +70,7 @@ def train(args):
     # 3. Model
     net = ConvNet().to(device, memory_format=torch.channels_last)
     model = net
-    if use_cuda:
+    if use_cuda and torch.cuda.device_count() > 1:
         model = nn.DataParallel(net)  # DP-1: split each batch among the GPUs
     if args.compile:
         model = torch.compile(model)

@@ -126,6 +126,7 @@ NOWHERE = {  # why a row is not reproduced
     "after a cut link": "takes over ten minutes",
     "every process uses memory of GPU 0": "needs GPUs",
     "out of memory on GPU 0": "needs GPUs",
+    "it trains on the CPU although": "needs a GPU with an old driver",
     "only some of a node's GPUs": "needs GPUs",
     "`--compile` on the CPU": "needs a virtual environment in such a path",
 }
