@@ -6,7 +6,7 @@
 #   bash 03_ddp_multinode_spawn/run.sh --epochs 5
 set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
-python -c 'import torch' 2>/dev/null ||
+python -c 'import importlib.util as i; raise SystemExit(not i.find_spec("torch"))' ||
   { echo "run.sh: PyTorch is not installed for this Python: pip install -r requirements.txt" >&2 && exit 1; }
 export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1073741824 # glibc: reuse freed memory
 

@@ -8,12 +8,12 @@ here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 script=train.py limit=${START_TIMEOUT:-300} # seconds to wait for all nodes
 case "${1:-}" in *.py) script=$1 && shift ;; esac
 case " $* " in *" --help "* | *" -h "*) exec python "$here/$script" --help ;; esac
-gpus=$(python -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null) ||
+python -c 'import importlib.util as i; raise SystemExit(not i.find_spec("torch"))' ||
   { echo "run.sh: PyTorch is not installed for this Python: pip install -r requirements.txt" >&2 && exit 1; }
+gpus=$(LOCAL_WORLD_SIZE=${NPROC:-1} python "$here/$script" --check "$@") || exit # reports a wrong option once
 NPROC=${NPROC:-$((gpus > 0 ? gpus : 2))} cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
 export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=1073741824 # glibc: reuse freed memory
-LOCAL_WORLD_SIZE=$NPROC python "$here/$script" --check "$@" || exit # reports a wrong option once
 [ "${NNODES:-1}" = 1 ] || echo "run.sh: waiting up to $limit s for $NNODES nodes at" \
   "${RDZV_ENDPOINT:-${MASTER_ADDR:?set it to an address of node 0}:${MASTER_PORT:-29500}}: is this address right, its port open (nc -zv)?" >&2
 if [ -n "${RDZV_ENDPOINT:-}" ]; then

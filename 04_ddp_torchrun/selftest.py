@@ -43,6 +43,7 @@ def parse_args():
     if args.device == "cuda" and gpus < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         parser.error(f"--device cuda needs a GPU per process, and PyTorch finds {gpus}")
     if args.check:
+        print(gpus)  # run.sh starts as many processes
         parser.exit()
     if "LOCAL_RANK" not in os.environ:
         parser.error(f"run: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")

@@ -62,6 +62,7 @@ def parse_args():
     if args.device == "cpu" and args.sync_bn:  # DDP-2
         parser.error("--sync-bn needs GPUs")
     if args.check:
+        print(gpus)  # DDP-0: run.sh starts as many processes
         parser.exit()
     if "LOCAL_RANK" not in os.environ:  # DDP-0: torchrun sets it
         parser.error(f"run: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
