@@ -1,5 +1,4 @@
 """04: processes started by torchrun."""
-# ruff: noqa: I001 (names are wrapped at 100 columns)
 
 import fcntl
 import os
@@ -13,7 +12,16 @@ from pathlib import Path
 
 import pytest
 from helpers import (
-    FEW, ROOT, WITNESS, check_trained, copy_project, distance, edit, parse, rejected, run_ranks,
+    FEW,
+    ROOT,
+    WITNESS,
+    check_trained,
+    copy_project,
+    distance,
+    edit,
+    parse,
+    rejected,
+    run_ranks,
     without_batch_norm,
 )
 

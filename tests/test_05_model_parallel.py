@@ -1,13 +1,22 @@
 """05: four ways to split a model, each against the same training on one device."""
-# ruff: noqa: I001 (names are wrapped at 100 columns)
 
 import shutil
 
 import pytest
 import torch
 from helpers import (
-    DIGITS, ROOT, bare_accuracy, copy_project, distance, edit, fewer_digits, load_script, parse,
-    rejected, run_ranks, without_batch_norm,
+    DIGITS,
+    ROOT,
+    bare_accuracy,
+    copy_project,
+    distance,
+    edit,
+    fewer_digits,
+    load_script,
+    parse,
+    rejected,
+    run_ranks,
+    without_batch_norm,
 )
 
 FOLDER = ROOT / "05_model_parallel"

@@ -62,6 +62,18 @@ def test_mnist_is_downloaded_and_loaded(files, root, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
+def load_once(rank, files, root, url):
+    mnist_mirror.use_files(pytest.MonkeyPatch(), files, url)
+    assert len(load_mnist(root)[0]) == 100
+
+
+def test_processes_that_start_together_download_once(files, root):
+    with mnist_mirror.serve(files) as (url, requested):
+        in_processes(load_once, 4, files, root, url)
+    one_download = 2  # torchvision asks for redirections first, and then for the file
+    assert requested.count("/t10k-labels-idx1-ubyte.gz") == one_download
+
+
 def test_a_damaged_file_is_named(files, root, monkeypatch):
     mnist_mirror.use_files(monkeypatch, files, "http://127.0.0.1:9/")
     raw = root / "MNIST/raw"
