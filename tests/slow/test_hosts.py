@@ -8,7 +8,7 @@ import re
 import time
 
 import pytest
-from helpers import ROOT, Running, copy_project, free_port, wait_for
+from helpers import ROOT, Running, copy_project, distance, free_port, run_ranks, wait_for
 from hosts import ADDRESSES
 
 WAYS = ("03", "static", "c10d")
@@ -50,11 +50,30 @@ class Job:
         command = self.hosts.on(f"h{rank}", self.place, *command, hosts=hosts_file)
         self.nodes.append(Running(command, self.place, **settings))
 
+    def start_three_processes(self):
+        """Start both nodes, with two processes and one."""
+        for rank, nproc in ((0, "2"), (1, "1")):
+            self.start(rank, nproc="2,1" if self.way == "03" else nproc)
+
     def finish(self, *ranks):
         """The results of these nodes, or of all, which must end within the bound from now on."""
         end = time.monotonic() + BOUND
         nodes = [self.nodes[rank] for rank in ranks] or self.nodes
         return [node.finish(end - node.start) for node in nodes]
+
+
+def test_three_processes_train_as_on_one_machine(hosts, project, tmp_path):
+    jobs = [Job(hosts, project, way, "--epochs", 1) for way in WAYS]
+    for job in jobs:
+        job.start_three_processes()
+    options = ["--data-dir", project / "04/common", "--epochs", 1]
+    here = run_ranks(project / "04/train.py", 3, *options, cwd=tmp_path)
+    for job in jobs:
+        results = job.finish()
+        assert [result.code for result in results] == [0, 0], results
+        (epochs,) = [result.epochs() for result in results if result.epochs()]  # only rank 0 logs
+        assert epochs[0]["accuracy"] == here.epochs()[0]["accuracy"], results
+        assert distance(job.place / "mnist.pt", tmp_path / "mnist.pt") < 1e-4
 
 
 def test_selftest_where_host_names_resolve_to_loopback(hosts, project):
@@ -110,12 +129,10 @@ def test_nodes_that_cannot_connect(hosts, project):
 
 
 def test_a_cut_link(hosts, project):
-    """Two processes and one train; then every node ends, except the c10d agent without the store.
-    """
+    """Every node ends, except the c10d agent without the store."""
     jobs = [Job(hosts, project, way, *ENDLESS) for way in WAYS]
     for job in jobs:
-        for rank, nproc in ((0, "2"), (1, "1")):
-            job.start(rank, nproc="2,1" if job.way == "03" else nproc)
+        job.start_three_processes()
     for job in jobs:
         wait_for("epoch 1/", *job.nodes, limit=BOUND)  # by rank 0, which may be on any node
     hosts.link("h1", "down")
