@@ -80,6 +80,8 @@ def test_another_network_on_other_data_is_stopped_and_resumes(project, tmp_path)
     result = run_ranks(project / "train.py", 2, *options, *undisturbed, cwd=tmp_path)
     assert result.code == 0, result
     assert equal(tmp_path / "mnist.pt", tmp_path / "undisturbed.pt")
+    losses = [[line["loss"] for line in each.epochs()] for each in (rest, result)]
+    assert losses[0] == losses[1][-len(losses[0]) :]  # the first one from before and after the stop
 
 
 class RunsCode:

@@ -1,7 +1,8 @@
 """Python reads this file at its start if tests put its folder on PYTHONPATH.
 
-It records each rank's share of the loss, makes one rank fail, sends it a signal, counts Gloo's
-threads at the exit, or chooses what compiles a model: the scripts have no code for tests only.
+It records each rank's share of the loss and who saves, makes one rank fail, sends it a signal,
+counts Gloo's threads at the exit, or chooses what compiles a model: the scripts have no code for
+tests only.
 """
 
 import os
@@ -10,17 +11,24 @@ if "WITNESS" in os.environ:
     import torch
     import torch.distributed as dist
 
-    real_all_reduce = dist.all_reduce
+    real_all_reduce, real_save = dist.all_reduce, torch.save
+
+    def witness(what):
+        with open(os.environ["WITNESS"], "a") as file:
+            file.write(f"{dist.get_rank()} {dist.get_world_size()} {what}\n")
 
     def all_reduce(tensor, *args, **kwargs):
         if str(dist.get_rank()) == os.environ.get("FAULTY_RANK"):
             raise RuntimeError("planted by the test")
         if tensor.ndim == 0 and tensor.dtype == torch.float64:  # the loss
-            with open(os.environ["WITNESS"], "a") as file:
-                file.write(f"{dist.get_rank()} {dist.get_world_size()} {tensor.item()!r}\n")
+            witness(repr(tensor.item()))
         return real_all_reduce(tensor, *args, **kwargs)
 
-    dist.all_reduce = all_reduce
+    def save(*args, **kwargs):
+        witness("saves")
+        return real_save(*args, **kwargs)
+
+    dist.all_reduce, torch.save = all_reduce, save
 
 # SIGNAL_AT_BATCH="1 15 7": rank 1 gets signal 15 when it asks for its 7th batch
 if "SIGNAL_AT_BATCH" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
