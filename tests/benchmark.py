@@ -2,6 +2,7 @@
 
     python tests/benchmark.py --data-dir data
     python tests/benchmark.py --data-dir data --rounds 5
+    python tests/benchmark.py --network
 
 A plain recipe: single samples, Adam at 1e-3, a gather per batch. A bare minimum: the network
 without DDP, a process that waits for no other, a torchrun that only imports torch.
@@ -33,6 +34,7 @@ import threading
 import time
 from pathlib import Path
 
+import network
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # if DDP imports it later, it keeps the process group alive
@@ -308,7 +310,7 @@ ROWS = {
 }
 
 
-def one_round(folder, curves):
+def one_round(folder):
     """Yield a row's name, 04's figure and the other one. The folder has the data set in data/."""
     threads = max(1, os.cpu_count() // PROCESSES)
     malloc = dict(re.findall(r"(MALLOC_\w+_)=(\d+)", RUN_SH.read_text()))  # as run.sh sets them
@@ -328,8 +330,6 @@ def one_round(folder, curves):
 
     default = run_04()
     recipe = run_recipe("--epochs=15")
-    curves["o"] = default.epochs
-    curves["+"] = recipe.epochs
     yield "goal", default.time_to_goal(), recipe.time_to_goal()
     yield "memory", default.peak, recipe.peak
 
@@ -360,11 +360,10 @@ def one_round(folder, curves):
 
 def compare(data_dir, rounds):
     results = {name: [] for name in ROWS}  # pairs: 04's figure, the other one
-    curves = {}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "data").symlink_to(data_dir.resolve())
         for number in range(1, rounds + 1):
-            for name, ours, other in one_round(folder, curves):
+            for name, ours, other in one_round(folder):
                 results[name].append([ours, other])
                 message = f"round {number}: {name} {ours:.4g} against {other:.4g}"
                 print(message, file=sys.stderr, flush=True)
@@ -372,7 +371,6 @@ def compare(data_dir, rounds):
     print(f"{machine}, torch {torch.__version__}, Python {platform.python_version()}; "
           f"{PROCESSES} processes, medians of {rounds} rounds:\n")
     print_table(results)
-    print(f"\nTest accuracy over seconds since the start, o: 04, +: the recipe\n\n{chart(curves)}")
 
 
 def print_table(results):
@@ -404,42 +402,6 @@ def cpu_name():
     return f"{os.cpu_count()} cores of {name}"
 
 
-def chart(curves, width=90):
-    """Plot accuracy over seconds as text; the key of a curve is the character that marks it."""
-    all_epochs = [epoch for epochs in curves.values() for epoch in epochs]
-    columns_per_second = width / max(epoch["at"] for epoch in all_epochs)
-
-    def row_of(epoch):
-        return round(400 * epoch["accuracy"])  # a row is a quarter of a percent
-
-    def column_of(seconds):
-        return round(seconds * columns_per_second)
-
-    lines = []
-    highest = max(row_of(epoch) for epoch in all_epochs)
-    lowest = min(row_of(epoch) for epoch in all_epochs)
-    for row in range(highest, lowest - 1, -1):
-        line = [" "] * (width + 1)
-        for mark, epochs in curves.items():
-            for epoch in epochs:
-                if row_of(epoch) == row:
-                    line[column_of(epoch["at"])] = mark
-        lines.append(f"{row / 4:6.2f} % │{''.join(line).rstrip()}")
-
-    axis = ["─"] * (width + 1)
-    numbers = [" "] * (width + 5)
-    for seconds in itertools.count(0, 10):
-        column = column_of(seconds)
-        if column > width:
-            break
-        axis[column] = "┴"
-        digits = str(seconds)
-        numbers[column : column + len(digits)] = digits
-    lines.append(" " * 9 + "└" + "".join(axis))
-    lines.append(" " * 10 + "".join(numbers).rstrip() + " s")
-    return "\n".join(lines)
-
-
 def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -448,6 +410,7 @@ def parse_args():
     add("--data-dir", type=Path, default="data", help="MNIST directory; common: bundled digits")
     add("--rounds", type=int, default=3, help="how often everything is timed")
     sides = ("recipe", "in-turns")  # started by one_round()
+    add("--network", action="store_true", help="measure slow links and many processes instead")
     add("--side", choices=sides, help=argparse.SUPPRESS)
     add("--epochs", type=int, help=argparse.SUPPRESS)  # of the recipe
     add("--amp", action="store_true", help=argparse.SUPPRESS)  # of the recipe
@@ -462,6 +425,10 @@ def main():
         dist.destroy_process_group()
     elif args.side == "in-turns":
         train_in_turns()
+    elif args.network:
+        network.measure_links(args.rounds)
+        print()
+        network.measure_processes()
     else:
         compare(args.data_dir, args.rounds)
 

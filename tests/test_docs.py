@@ -4,26 +4,42 @@ Diffs and line counts are generated. After a change, write them into the READMEs
 
     REWRITE_DOCS=1 python -m pytest tests/test_docs.py
 """
-# ruff: noqa: I001 (names are wrapped at 100 columns)
 
 import os
 import re
 import shlex
 import subprocess
 
+import network
 import pytest
 from helpers import (
-    EPOCH, FOLDERS, ROOT, Running, copy_repository, free_port, label, parse, run, run_ranks,
+    EPOCH,
+    FOLDERS,
+    ROOT,
+    Running,
+    copy_repository,
+    free_port,
+    label,
+    parse,
+    run,
+    run_ranks,
 )
 from test_markers import BASES, SHOWN, code, marks
 from torch.distributed.run import get_args_parser
 
 MAIN = ROOT / "README.md"
 READMES = [MAIN, *(ROOT / folder / "README.md" for folder in FOLDERS), ROOT / "tests/README.md"]
+PROSE = [*READMES, *ROOT.glob("0*/*.*"), *ROOT.glob("common/*.py"), ROOT / "08_docker/Dockerfile"]
 SCRIPTS = [path for path in sorted(ROOT.glob("0*/*.py")) if "def parse_args(" in path.read_text()]
 SECTIONS = ["Run", "Expected output", "What changed", "Steps", "Pitfalls", "Copy it"]
 LAUNCHERS = ("python ", "torchrun ", "export TORCH_", "salloc ", "docker ")
 OPTION = re.compile("--[a-z-]+")
+NOT_ENGLISH = (  # what nobody says, or what programs do not do
+    r"\bshall\b|\bgo(es|ing)? on\b|\banew\b|\bfor nothing\b|\bwho is who\b|\bbut for\b"
+    r"|\bof (its|their|one's) own\b(?! \w)|\bbeside\b|\b(that|those) of\b|\balone\b(?! =|\W*[()])"
+    r"|\b(speaks?|says?|carr(y|ies)|refuses?|meets?) |\b(batch|images|steps?) a (step|process)\b"
+    r"|\b(one|each|per) process a GPU\b|\bstands? (in|on|for)\b|\bshares? out\b"
+)
 NOT_RUN = {  # a pattern of commands, and why test_every_command_runs leaves them out
     r"pip install": "CI runs both in a fresh clone",
     r"10\.0\.0\.1|/shared/": "needs a second machine; see test_the_commands_for_two_machines",
@@ -122,6 +138,14 @@ def test_links_and_files_exist(path):
 # What the scripts and the READMEs say about the same thing
 
 
+def test_the_prose_is_plain_english():
+    found = []
+    for path in PROSE:
+        text = " ".join(path.read_text().split())
+        found += [f"{label(path)}: {match[0]}" for match in re.finditer(NOT_ENGLISH, text)]
+    assert not found
+
+
 @pytest.mark.parametrize("folder", BASES)
 def test_the_diff(folder):
     text = git_diff("--unified=0", f"{SHOWN[folder]}/train.py", f"{folder}/train.py")
@@ -154,6 +178,22 @@ def test_the_steps(folder):
     assert {mark for mark, _ in listed} == in_script
     for _, line in listed:
         assert line in script, line
+
+
+def test_the_predicted_seconds_per_all_reduce():
+    readme = ROOT / "04_ddp_torchrun/README.md"
+    (function,) = blocks(sections(readme)["When does it stop scaling"], "python")
+    exec(function, namespace := {})
+    seconds = namespace["all_reduce_seconds"]
+    assert seconds(9, 7, 5, 3, 2) == network.all_reduce_seconds(9, 7, 5, 3, 2)
+    models = {"25.6 M in float32 (ResNet-50)": (25.6e6, 4), "7 B in bfloat16": (7e9, 2)}
+    table = ""
+    for name, (gradients, size) in models.items():
+        for ranks in (8, 64, 1024):
+            times = [seconds(gradients, ranks, rate, 20e-6, size) for rate in (25, 100, 400)]
+            cells = [f"{time:.3g}" for time in times]
+            table += f"| {name} | {ranks:,} | {' | '.join(cells)} |\n"
+    hold(readme, r"(?<=-: \|\n)\| 25\.6 M in .*?(?=^$)", table)
 
 
 def test_every_mark_is_in_the_index():
@@ -318,7 +358,7 @@ def test_the_tour(sandbox):
 def test_the_programs_in_the_readmes(tmp_path):
     """The collectives, the loop over the loader, a numbered print, and one file for two ranks."""
     text = (ROOT / "04_ddp_torchrun/README.md").read_text()
-    collectives, loader, numbered_print = blocks(text, "python")
+    collectives, _, loader, numbered_print = blocks(text, "python")
     (save,) = blocks((ROOT / "06_checkpointing/README.md").read_text(), "python")
     given = "import time\ntrain_loader = [(None, [0] * 64)]\n"
     given += "net = torch.nn.Linear(2, 1)\nnet.weight.data.fill_(rank + 5)\n"

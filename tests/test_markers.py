@@ -51,6 +51,14 @@ def test_every_change_is_marked(folder):
             assert all(marks(line, folder) for line in removed), f"no mark on {removed}"
 
 
+@pytest.mark.parametrize("folder", ["02_ddp_spawn", "03_ddp_multinode_spawn"])
+def test_02_and_03_shard_log_and_gather_as_04(folder):
+    """So that what the tests of 04 show of these lines holds for them as well."""
+    lines = [line for line in code("04_ddp_torchrun") if re.search("DDP-[345]", line)]
+    missing = [line for line in lines if line not in code(folder)]
+    assert missing == ["global_batch = images_per_step * world_size  # DDP-3"]
+
+
 def test_08_trains_with_the_script_of_06():
     scripts = [ROOT / folder / "train.py" for folder in ("06_checkpointing", "08_docker")]
     assert scripts[0].read_bytes() == scripts[1].read_bytes()
