@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn
 from helpers import DIGITS, ROOT, Running, free_port, load_script, run
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.data import DistributedSampler
 
 sys.path.insert(0, str(ROOT / "tests/slow"))
@@ -40,7 +40,7 @@ LINKS = {  # name: Gbit/s, seconds of delay in each direction
 WAYS = {  # name: script, options, bytes per gradient, micro-batches per all-reduce
     "as it is": (SCRIPT, [], 4, 1),
     "`--accumulate 8`": (SCRIPT, ["--accumulate", 8], 4, 8),
-    "gradients in bfloat16": (__file__, [], 2, 1),
+    "gradients in float16": (__file__, [], 2, 1),
 }
 # Joins the hosts by a device whose packets it passes on when they are old enough
 DELAY_LINE = """
@@ -86,12 +86,11 @@ class Link:
     def __init__(self, hosts, rate, delay):
         self.hosts = hosts
         self.device, self.address = ("slow0", "10.79.0.1") if delay else ("eth0", "10.78.0.1")
-        self.line = None
         if delay:
             command = [*hosts.enter, sys.executable, "-c", DELAY_LINE, str(delay)]
             pipe = {"stdout": subprocess.PIPE, "text": True}
-            self.line = subprocess.Popen(command, env={**os.environ, "PATH": PATH}, **pipe)
-            assert self.line.stdout.readline() == "ready\n"
+            line = subprocess.Popen(command, env={**os.environ, "PATH": PATH}, **pipe)
+            assert line.stdout.readline() == "ready\n"
         burst = max(16, 64 * rate)  # kilobytes: small, or messages pass without waiting
         bucket = f"rate {1000 * rate:.0f}mbit burst {burst:.0f}kb latency 100ms"
         limit = f"tc qdisc replace dev {self.device} root tbf {bucket}"
@@ -116,11 +115,6 @@ class Link:
         assert [result.code for result in results] == [0, 0], results
         return sum(float(result.epochs()[-1]["speed"]) for result in results if result.epochs())
 
-    def end(self):
-        if self.line:
-            self.line.kill()
-            self.line.communicate()
-
 
 def measure_links(rounds):
     print("| link | 04 | images/s | communication, % of the time | predicted |")
@@ -141,8 +135,7 @@ def measure_links(rounds):
                 predicted = waiting / (computing + waiting)
                 cells = [name, way, f"{speed:,.0f}", f"{share:.0%}", f"{predicted:.0%}"]
                 print(f"| {' | '.join(cells)} |", flush=True)
-            link.end()
-        hosts.end()
+        hosts.end()  # with all that runs in them
 
 
 def train_compressed():
@@ -152,7 +145,7 @@ def train_compressed():
 
     def wrap_and_compress(*args, **kwargs):
         model = wrap(*args, **kwargs)
-        model.register_comm_hook(None, bf16_compress_hook)
+        model.register_comm_hook(None, fp16_compress_hook)
         return model
 
     script.DDP = wrap_and_compress
