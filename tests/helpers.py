@@ -70,15 +70,12 @@ class Result:
 class Running:
     """A command that has been started, with all processes that it starts."""
 
-    def __init__(self, command, cwd, ignore_sigint=False, **environment):
+    def __init__(self, command, cwd, **environment):
         self.command, self.token, self.start = command, uuid.uuid4().hex, time.monotonic()
         self.files = [tempfile.TemporaryFile("w+") for _ in range(2)]
-        command = [str(part) for part in command]
-        if ignore_sigint:  # as a shell does for a command in the background
-            command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
         environment = clean_environment() | environment | {"TEST_RUN": self.token}
         self.process = subprocess.Popen(
-            command, cwd=cwd, env=environment, start_new_session=True,
+            [str(part) for part in command], cwd=cwd, env=environment, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=self.files[0], stderr=self.files[1],
         )
 
@@ -131,13 +128,14 @@ def wait_until(condition, *running, limit=300):
 def wait_for(text, *running, times=1, limit=300):
     """Wait until these commands have printed a text so many times; none of them may end before."""
 
-    def printed():
+    def printed_often_enough():
         return sum(each.printed()[0].count(text) for each in running) >= times
 
-    wait_until(printed, *running, limit=limit)
+    wait_until(printed_often_enough, *running, limit=limit)
 
 
 def run(command, cwd, limit=300, **environment):
+    """Run a command to its end; returns the result."""
     return Running(command, cwd, **environment).finish(limit)
 
 
@@ -308,8 +306,11 @@ class Launch(Running):
 
 
 def check_trained(result, folder, epochs=3, ranks=2, at_least=0.6, accuracy_of=bare_accuracy):
-    """The saved weights have the accuracy that was printed; with several ranks also
-    each rank adds its share to each epoch's loss, which is the mean over all images."""
+    """Check the epoch lines, and that the saved weights have the accuracy of the last one.
+
+    With several ranks also: each adds its share to the loss, a mean over all images, and only
+    rank 0 saves.
+    """
     assert result.code == 0, result
     lines = result.epochs()
     assert [line["epoch"] for line in lines] == [str(n) for n in range(1, epochs + 1)], result
@@ -371,6 +372,26 @@ def without_batch_norm(project):
     edit(project, "common/model.py", ("nn.BatchNorm2d(", "nn.GroupNorm(4, "))
     float64 = "import torch\n\ntorch.set_default_dtype(torch.float64)\n"
     edit(project, "common/data.py", ("import torch\n", float64), (".float()", ".double()"))
+
+
+def splittable(folder):
+    """Copy 04, for a comparison of how its batches are split, without the clipping of gradients.
+
+    Clipping would hide a wrong divisor: it gives every large gradient the same norm.
+    """
+    project = copy_project(folder, ROOT / "04_ddp_torchrun/train.py")
+    edit(project, "train.py", ("model.parameters(), 1.0)", "model.parameters(), 1e9)"))
+    without_batch_norm(project)
+    return project
+
+
+def trained(project, nproc, *options):
+    """The weights of a copied project after an epoch."""
+    output = project / f"weights-{len(list(project.glob('*.pt')))}.pt"
+    options = ["--data-dir", "common", "--epochs", 1, "--lr", 0.01, "--output", output, *options]
+    result = run_ranks("train.py", nproc, *options, cwd=project)
+    assert result.code == 0, result
+    return output
 
 
 def with_dropout(project):

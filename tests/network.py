@@ -26,10 +26,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.utils.data import DistributedSampler
 
 sys.path.insert(0, str(ROOT / "tests/slow"))
-from hosts import PATH, Hosts
+from hosts import ADDRESSES, PATH, Hosts
+
+from common.model import ConvNet
 
 SCRIPT = ROOT / "04_ddp_torchrun/train.py"
-GRADIENTS = 29_034  # of the ConvNet
+GRADIENTS = sum(parameter.numel() for parameter in ConvNet().parameters())
 BATCH = 64
 LINKS = {  # name: Gbit/s, seconds of delay in each direction
     "10 Gbit/s": (10, 0),
@@ -85,7 +87,7 @@ class Link:
 
     def __init__(self, hosts, rate, delay):
         self.hosts = hosts
-        self.device, self.address = ("slow0", "10.79.0.1") if delay else ("eth0", "10.78.0.1")
+        self.device, self.address = ("slow0", "10.79.0.1") if delay else ("eth0", ADDRESSES["h0"])
         if delay:
             command = [*hosts.enter, sys.executable, "-c", DELAY_LINE, str(delay)]
             pipe = {"stdout": subprocess.PIPE, "text": True}

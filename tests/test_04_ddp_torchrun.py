@@ -22,7 +22,8 @@ from helpers import (
     parse,
     rejected,
     run_ranks,
-    without_batch_norm,
+    splittable,
+    trained,
 )
 
 FOLDER = ROOT / "04_ddp_torchrun"
@@ -47,23 +48,7 @@ def test_a_copy_trains_three_ranks_with_a_remainder(tmp_path):
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A copy with few digits, a network whose batch may be split, and no clipping of gradients.
-
-    Clipping would hide a wrong divisor: it gives every large gradient the same norm.
-    """
-    project = copy_project(tmp_path_factory.mktemp("project"), FOLDER / "train.py")
-    edit(project, "train.py", ("model.parameters(), 1.0)", "model.parameters(), 1e9)"))
-    without_batch_norm(project)
-    return project
-
-
-def trained(project, nproc, *options):
-    """The weights after an epoch."""
-    output = project / f"weights-{len(list(project.glob('*.pt')))}.pt"
-    options = ["--data-dir", "common", "--epochs", 1, "--lr", 0.01, "--output", output, *options]
-    result = run_ranks("train.py", nproc, *options, cwd=project)
-    assert result.code == 0, result
-    return output
+    return splittable(tmp_path_factory.mktemp("project"))
 
 
 # The last of a rank's steps has 54 of 96 images: three micro-batches, of which the third is short

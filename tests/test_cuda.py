@@ -14,13 +14,11 @@ from helpers import (
     ROOT,
     WITNESS,
     bare_accuracy,
-    copy_project,
     distance,
-    edit,
     run,
-    run_ranks,
+    splittable,
     torchrun,
-    without_batch_norm,
+    trained,
 )
 
 GPUS = torch.cuda.device_count()
@@ -117,15 +115,9 @@ def test_05_in_each_way(script, gpus, options, tmp_path):
 
 @two_gpus
 def test_two_gpus_take_the_steps_of_one_with_the_whole_batch(tmp_path):
-    project = copy_project(tmp_path / "project", ROOT / "04_ddp_torchrun/train.py")
-    edit(project, "train.py", ("model.parameters(), 1.0)", "model.parameters(), 1e9)"))
-    without_batch_norm(project)
-    options = ["--data-dir", "common", *CUDA, "--epochs", 1, "--lr", 0.01, "--output"]
-    for nproc, batch in ((1, 192), (2, 96)):
-        given = [*options, f"{nproc}.pt", "--batch-size", batch]
-        result = run_ranks("train.py", nproc, *given, cwd=project)
-        assert result.code == 0, result
-    assert distance(project / "1.pt", project / "2.pt") < 1e-9  # atomic additions vary
+    project = splittable(tmp_path / "project")
+    one, two = [trained(project, nproc, *CUDA, "--batch-size", 192 // nproc) for nproc in (1, 2)]
+    assert distance(one, two) < 1e-9  # atomic additions vary
 
 
 @pytest.mark.skipif("MNIST_DIR" not in os.environ, reason="MNIST_DIR is not set")

@@ -26,8 +26,8 @@ for host in h0 h1; do
   ip -n $host link set lo up
   ip -n $host link set eth0 up
 done
-ip -n h0 addr add 10.78.0.1/24 dev eth0
-ip -n h1 addr add 10.78.0.2/24 dev eth0
+ip -n h0 addr add "$1/24" dev eth0
+ip -n h1 addr add "$2/24" dev eth0
 echo ready
 read -r _
 """
@@ -47,9 +47,9 @@ class Hosts:
         """Set the hosts up; raises OSError with the reason if this machine does not allow it."""
         require("ip", "unshare", "nsenter")
         self.folder = folder
-        namespaces = ["--net", "--mount", "--uts", "--pid", "--fork", "--kill-child"]
+        unshare = "unshare --net --mount --uts --pid --fork --kill-child --mount-proc".split()
         self.first = subprocess.Popen(
-            ["unshare", *namespaces, "--mount-proc", "bash", "-euc", SETUP],
+            [*unshare, "bash", "-euc", SETUP, "_", *ADDRESSES.values()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
