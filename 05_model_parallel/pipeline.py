@@ -33,11 +33,11 @@ def parse_args():
         usage="%(prog)s [options]", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--epochs", type=positive_int, default=3, help="passes over the training set")
+    add("--epochs", type=positive_int, default=1, help="passes over the training set")
     add("--batch-size", type=positive_int, default=64, help="images per step")
     add("--chunks", type=positive_int, default=4, help="micro-batches per step")  # MP-3
     add("--schedule", choices=("gpipe", "1f1b"), default="gpipe", help="order of the micro-batches")
-    add("--lr", type=positive_float, default=0.1, help="peak learning rate for 256 images per step")
+    add("--lr", type=positive_float, default=0.6, help="peak learning rate for 256 images per step")
     add("--seed", type=int, default=0, help="random seed for initialisation and shuffling")
     add("--data-dir", type=Path, default="data", help="MNIST directory; downloaded if missing")
     add("--output", type=writable_file, default="mnist.pt", help="path of the trained weights")
@@ -106,7 +106,7 @@ def train(args):
         stage = PipelineStage(model, 1, world_size, device, hidden, scores)
 
     # 4. Loss and optimizer
-    criterion = nn.CrossEntropyLoss()
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
 
     def loss_share(scores, labels):  # MP-3: the losses of the micro-batches add up to the mean
         return criterion(scores, labels) / args.chunks
@@ -115,7 +115,7 @@ def train(args):
     schedule = schedules[args.schedule](stage, args.chunks, loss_share)
     schedule.scale_grads = False  # which torch 2.6 does not have, and later versions do by default
     global_batch = args.batch_size
-    peak_lr = args.lr * global_batch / 256
+    peak_lr = args.lr * math.sqrt(global_batch / 256)
     optimizer = torch.optim.SGD(model.parameters(), peak_lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
 
@@ -137,7 +137,7 @@ def train(args):
             gradients = [parameter.grad for parameter in model.parameters()]
             squared_norm = nn.utils.get_total_norm(gradients) ** 2
             dist.all_reduce(squared_norm)  # MP-1: the norm of both stages' gradients
-            nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, squared_norm.sqrt())
+            nn.utils.clip_grads_with_norm_(model.parameters(), 0.7, squared_norm.sqrt())
             for group in optimizer.param_groups:
                 group["lr"] = peak_lr * warmup_then_decay(steps_done, total_steps)
             optimizer.step()

@@ -6,7 +6,8 @@ from helpers import FOLDERS, ROOT, parse, rejected
 SCRIPT = ROOT / "01_dataparallel/train.py"
 
 
-@pytest.mark.launch("01_dataparallel", OMP_NUM_THREADS="1")  # two are slow where a core is busy
+# One thread: two are slow where a core is busy
+@pytest.mark.launch("01_dataparallel", "--epochs", 3, OMP_NUM_THREADS="1")
 def test_trains_evaluates_and_saves(launched):
     launched.check(ranks=1)
 

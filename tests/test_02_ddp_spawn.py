@@ -4,7 +4,7 @@ import pytest
 from helpers import ROOT, rejected
 
 
-@pytest.mark.launch("02_ddp_spawn")
+@pytest.mark.launch("02_ddp_spawn", "--epochs", 3)
 def test_both_ranks_train_evaluate_and_save(launched):
     launched.check()
 

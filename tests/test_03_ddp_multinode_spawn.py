@@ -8,7 +8,7 @@ from helpers import ROOT, Running, free_port, parse, rejected
 SCRIPT = ROOT / "03_ddp_multinode_spawn/train.py"
 
 
-@pytest.mark.launch("03_ddp_multinode_spawn")
+@pytest.mark.launch("03_ddp_multinode_spawn", "--epochs", 3)
 def test_two_nodes_train_evaluate_and_save(launched):
     launched.check()
 

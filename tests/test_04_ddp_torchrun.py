@@ -29,7 +29,7 @@ from helpers import (
 FOLDER = ROOT / "04_ddp_torchrun"
 
 
-@pytest.mark.launch("04_ddp_torchrun")
+@pytest.mark.launch("04_ddp_torchrun", "--epochs", 3)
 def test_both_ranks_train_evaluate_and_save(launched):
     launched.check()
 

@@ -14,12 +14,12 @@ from helpers import ROOT, Running, copy_project, edit, equal, load_script, run, 
 FOLDER = ROOT / "06_checkpointing"
 
 
-@pytest.mark.launch("06_checkpointing")
+@pytest.mark.launch("06_checkpointing", "--epochs", 3)
 def test_two_ranks_train_and_a_rerun_has_nothing_to_do(launched, repository):
     launched.check()
     place = launched.place
     first = (place / "mnist.pt").rename(place / "first.pt")
-    again = run_ranks(repository / "06_checkpointing/train.py", 2, cwd=place)
+    again = run_ranks(repository / "06_checkpointing/train.py", 2, "--epochs", 3, cwd=place)
     assert again.code == 0, again
     progress = "3 of 3 epochs and 0 of 1260 images"
     assert again.output == f"resuming from checkpoint.pt, after {progress}\n", again
@@ -100,7 +100,7 @@ def flip_a_bit(path):
 @pytest.mark.parametrize(("change", "problem"), [
     ({"epochs": 4}, "made with --epochs 3, not 4"),
     ({"batch_size": 32}, "made with --batch-size 64, not 32"),
-    ({"lr": 0.2}, "made with --lr 0.1, not 0.2"),
+    ({"lr": 0.2}, "made with --lr 0.6, not 0.2"),
     ({"images": 500}, "made with the number of training images 600, not 500"),
     ({"net": torch.nn.Linear(4, 4)}, ".* size mismatch for weight: .*"),
     (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "File is not a zip file"),
@@ -111,7 +111,7 @@ def flip_a_bit(path):
 def test_a_checkpoint_is_rejected(change, problem, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     script, checkpoint = load_script(FOLDER / "train.py"), Path("checkpoint.pt")
-    options = {"epochs": 3, "batch_size": 64, "lr": 0.1, "seed": 0, "checkpoint": checkpoint}
+    options = {"epochs": 3, "batch_size": 64, "lr": 0.6, "seed": 0, "checkpoint": checkpoint}
     now = argparse.Namespace(**options, images=600, net=torch.nn.Linear(4, 2))
     run = script.describe_run(now, now.images)
     script.save_checkpoint({"run": run, "model": now.net.state_dict(), "epoch": 1}, checkpoint)

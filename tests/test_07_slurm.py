@@ -56,7 +56,7 @@ def stopped_job(folder):
     return fake_slurm(folder, sbatch=job + SBATCH)
 
 
-@pytest.mark.launch("07_slurm", tools=stopped_job)
+@pytest.mark.launch("07_slurm", "--epochs", 3, tools=stopped_job)
 def test_a_stopped_job_is_requeued_resumes_and_saves(launched, repository):
     """It is requeued before any of its processes ends. The slow tests run it by torchrun."""
     stopped = launched.finish()
@@ -68,7 +68,7 @@ def test_a_stopped_job_is_requeued_resumes_and_saves(launched, repository):
     srun, *calls = (place / "calls").read_text().splitlines()
     assert srun.startswith("srun --kill-on-bad-exit=1 ")
     assert calls == ["scontrol requeue 7", "rank 1 ends with 0"]
-    again = run_ranks(repository / "07_slurm/train.py", 2, cwd=place)
+    again = run_ranks(repository / "07_slurm/train.py", 2, "--epochs", 3, cwd=place)
     assert again.output.startswith(f"resuming from checkpoint.pt, {progress}\n"), again
     check_trained(again, place, ranks=1)  # the witness did not see the part before the stop
 

@@ -43,13 +43,13 @@ def docker_run(folder, *options, tools=None, **settings):
     return commands(folder)[-1].split(" mnist-ddp ")
 
 
-@pytest.mark.launch("08_docker", tools=fake_docker)
+@pytest.mark.launch("08_docker", "--epochs", 3, tools=fake_docker)
 def test_both_ranks_train_evaluate_and_save(launched):
     launched.check()
     *build, check, train = commands(launched.place)
     assert [line.split()[0] for line in build] == ["info", "build"]
-    assert check.endswith(" mnist-ddp python /app/train.py --check")
-    assert train.endswith(" --max-restarts=3 /app/train.py")
+    assert check.endswith(" mnist-ddp python /app/train.py --check --epochs 3")
+    assert train.endswith(" --max-restarts=3 /app/train.py --epochs 3")
 
 
 def test_a_wrong_option_ends_it_before_torchrun(tmp_path):
