@@ -95,7 +95,7 @@ def train(args):
     use_cuda = first.type == "cuda"
     if use_cuda:
         torch.cuda.set_device(first)
-        os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")  # else 2.15 allows one GPU
+        os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")  # else torch 2.15 allows one GPU
     timeout = timedelta(seconds=args.timeout)
     dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timeout)
     rank = dist.get_rank()

@@ -44,11 +44,10 @@ def load_mnist(root):
     Raises SystemExit on all ranks, with one line from rank 0, if a file is damaged or if the nodes
     have different data.
     """
-    rank = 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
     if not dist.is_initialized():
         found = [prepare_mnist(root)]
     else:
-        rank = dist.get_rank()
         timeout = timedelta(seconds=600)  # a download may take longer than the job's --timeout
         group = dist.new_group(backend="gloo", timeout=timeout)
         mine = prepare_mnist(root) if os.environ.get("LOCAL_RANK", "0") == "0" else None
@@ -69,8 +68,9 @@ def load_mnist(root):
         print(message, flush=True)
     if data == "the bundled digits":
         return load_digits()
-    parts = [torchvision_mnist()(root, train) for train in (True, False)]
-    return [ImageSet(part.data.unsqueeze(1), part.targets) for part in parts]
+    files = [(root / "MNIST" / "raw" / name).read_bytes() for name in CRC32]  # with headers
+    parts = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
+    return [ImageSet(x[16:].view(-1, 1, 28, 28), y[8:].long()) for x, y in (parts[:2], parts[2:])]
 
 
 def load_digits():
@@ -123,7 +123,7 @@ def download_mnist(root, raw):
 
 
 def torchvision_mnist():
-    """Import torchvision's MNIST class when it is needed: the import takes a second or two."""
+    """Import torchvision's MNIST class for a download only: the import takes a second or two."""
     try:
         from torchvision.datasets import MNIST
     except RuntimeError:  # torchvision's C++ extension does not load with a CPU build of torch

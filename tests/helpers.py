@@ -297,12 +297,17 @@ class Launch(Running):
         super().__init__(["bash", repository / folder / "run.sh", *options], place, **settings)
 
     def check(self, **expected):
-        """It has trained, and none of the repository's lines uses what this torch deprecates."""
+        """It has trained, without a warning."""
         result = self.finish()
-        warning = rf"^{re.escape(str(self.repository))}.*Warning"
-        assert not re.search(warning, result.errors, re.M), result
+        check_warnings(result, self.repository)
         check_trained(result, self.place, **expected)
         return result
+
+
+def check_warnings(result, repository=ROOT):
+    """None of the repository's lines uses what this torch deprecates."""
+    warning = rf"^{re.escape(str(repository))}.*Warning"
+    assert not re.search(warning, result.errors, re.M), result
 
 
 def check_trained(result, folder, epochs=3, ranks=2, at_least=0.6, accuracy_of=bare_accuracy):

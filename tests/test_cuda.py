@@ -14,6 +14,7 @@ from helpers import (
     ROOT,
     WITNESS,
     bare_accuracy,
+    check_warnings,
     distance,
     run,
     splittable,
@@ -30,11 +31,12 @@ CUDA = ["--device", "cuda"]
 
 
 def launch(folder, *options, gpus, cwd, **settings):
-    """Run a folder's run.sh on the first GPUs; what it prints on standard error is an error."""
+    """Run a folder's run.sh on the first GPUs."""
     visible = ",".join(map(str, range(gpus)))
     command = ["bash", ROOT / folder / "run.sh", *options]
     result = run(command, cwd, CUDA_VISIBLE_DEVICES=visible, **settings)
-    assert result.code == 0 and result.errors == "", result
+    check_warnings(result)
+    assert result.code == 0, result
     return result
 
 
@@ -70,7 +72,8 @@ def test_03_as_one_node(gpus, tmp_path):
     """Its run.sh without NODE_RANK shows two nodes on the CPU."""
     script = ROOT / "03_ddp_multinode_spawn/train.py"
     result = run(["python", script, "-n", 1, "-g", gpus, *DATA, *CUDA], tmp_path)
-    assert result.code == 0 and result.errors == "", result
+    check_warnings(result)
+    assert result.code == 0, result
     check_accuracy(result, tmp_path / "mnist.pt")
 
 
@@ -123,5 +126,5 @@ def test_two_gpus_take_the_steps_of_one_with_the_whole_batch(tmp_path):
 @pytest.mark.skipif("MNIST_DIR" not in os.environ, reason="MNIST_DIR is not set")
 def test_accuracy_on_mnist(tmp_path):
     data = ["--data-dir", os.environ["MNIST_DIR"]]
-    result = launch("04_ddp_torchrun", *data, gpus=GPUS, cwd=tmp_path)
+    result = launch("04_ddp_torchrun", *data, gpus=1, cwd=tmp_path)
     assert float(result.epochs()[-1]["accuracy"]) >= 0.99, result

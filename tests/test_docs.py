@@ -107,8 +107,8 @@ def test_the_sections_the_plain_command_the_expected_output_and_what_is_copied(f
     shown = blocks(sections(path)["Expected output"], "text")[0]
     lines = [line for line in shown.splitlines() if not line.startswith("job ")]
     epochs = [EPOCH.fullmatch(line).groupdict() for line in lines]
-    assert [line["epoch"] for line in epochs] == ["1", "2", "3"]
-    assert float(epochs[-1]["accuracy"]) >= 0.985
+    assert [line["epoch"] for line in epochs] == ["1"]
+    assert float(epochs[-1]["accuracy"]) >= 0.99
     for line in epochs:  # the speed is that of MNIST's 60,000 images, within the rounded seconds
         seconds, speed = float(line["seconds"]), float(line["speed"])
         assert abs(seconds * speed - 60_000) <= 0.05 * speed + seconds
@@ -390,7 +390,7 @@ def test_every_command_runs(path, sandbox):
         assert result.code == expected, result
         if parts(command) and "selftest" not in command:
             # 06 and fsdp.py, a second time
-            finished = re.search("after 3 of 3 epochs|epochs done: 3", result.output)
+            finished = re.search(r"after (\d+) of \1 epochs|epochs done: 1", result.output)
             loss = float(re.findall(r" loss (\S+)", result.output)[-1]) if not finished else 0
             assert loss < (3 if "--epochs 1 " in f"{command} " else 1), result
 
