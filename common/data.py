@@ -68,8 +68,8 @@ def load_mnist(root):
         print(message, flush=True)
     if data == "the bundled digits":
         return load_digits()
-    files = [(root / "MNIST" / "raw" / name).read_bytes() for name in CRC32]  # with headers
-    parts = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
+    paths = [root / "MNIST" / "raw" / name for name in CRC32]  # of files with headers
+    parts = [torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8) for path in paths]
     return [ImageSet(x[16:].view(-1, 1, 28, 28), y[8:].long()) for x, y in (parts[:2], parts[2:])]
 
 

@@ -351,7 +351,11 @@ def one_round(folder):
         several = run_04(**alone | {"NPROC": PROCESSES})
         one = run_04(**alone)
         with ThreadPoolExecutor(PROCESSES) as pool:
-            apart = list(pool.map(lambda _: run_04(**alone), range(PROCESSES)))
+            jobs = [
+                pool.submit(run_04, f"--output={job}.pt", CUDA_VISIBLE_DEVICES=job, **alone)
+                for job in range(PROCESSES)
+            ]
+        apart = [job.result() for job in jobs]
         yield "processes", several.speed(), PROCESSES * one.speed()
         yield "apart", sum(each.speed() for each in apart), PROCESSES * one.speed()
 

@@ -297,7 +297,7 @@ class Launch(Running):
         super().__init__(["bash", repository / folder / "run.sh", *options], place, **settings)
 
     def check(self, **expected):
-        """It has trained, without a warning."""
+        """It has trained, and no line of the repository caused a warning."""
         result = self.finish()
         check_warnings(result, self.repository)
         check_trained(result, self.place, **expected)
@@ -305,7 +305,7 @@ class Launch(Running):
 
 
 def check_warnings(result, repository=ROOT):
-    """None of the repository's lines uses what this torch deprecates."""
+    """No line of the repository caused a warning of Python, such as a deprecation."""
     warning = rf"^{re.escape(str(repository))}.*Warning"
     assert not re.search(warning, result.errors, re.M), result
 

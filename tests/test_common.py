@@ -47,11 +47,14 @@ def root(tmp_path):
 def test_mnist_is_downloaded_and_loaded(files, root, monkeypatch, capsys):
     with mnist_mirror.serve(files) as (url, _):
         mnist_mirror.use_files(monkeypatch, files, url)
-        train_set, test_set = load_mnist(root)
-    load_mnist(root)  # without the server
+        load_mnist(root)
+    monkeypatch.setattr(common.data, "torchvision_mnist", None)  # only the download needs it
+    train_set, test_set = load_mnist(root)
     assert (len(train_set), len(test_set)) == (100, 23)
-    pixels = (files / "t10k-images-idx3-ubyte").read_bytes()[16:]
-    expected = torch.tensor(list(pixels)).view(23, 1, 28, 28) / 255
+    names = ("train-images-idx3-ubyte", "t10k-images-idx3-ubyte")
+    pixels = [torch.tensor(list((files / name).read_bytes()[16:])) for name in names]
+    assert torch.equal(train_set.tensors[0].flatten(), pixels[0])
+    expected = pixels[1].view(23, 1, 28, 28) / 255
     ((images, labels),) = DataLoader(test_set, 3, sampler=[7, 3, 22], collate_fn=already_batched)
     torch.testing.assert_close(images, expected[[7, 3, 22]])
     assert labels.tolist() == [7, 3, 2] and test_set[22][1] == 2

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers import IGNORED, ROOT, Running, check_trained, equal, fewer_digits, wait_until
-from hosts import PATH, Daemons
+from hosts import ADDRESSES, PATH, Daemons
 
 FOLDER = ROOT / "08_docker"
 TOOLS = ("dockerd", "docker", "docker-compose", "mmdebstrap")
@@ -228,7 +228,7 @@ def test_two_containers_by_compose(engine, project, undisturbed, place):
 
 def test_two_machines_by_run_sh(engine, project, undisturbed, place):
     """The commands of both machines, here on one: its network is the containers' as well."""
-    settings = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "10.78.0.1"}
+    settings = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": ADDRESSES["h0"]}
     volumes = [new_volume(place, f"machine {rank}") for rank in (0, 1)]
     nodes = [
         train(engine, project, volume, NODE_RANK=str(rank), **settings)

@@ -126,7 +126,7 @@ def test_exits_without_a_word(script, tmp_path):
 def test_a_compiled_model_is_saved_with_the_plain_names(tmp_path):
     """aot_eager takes all steps of a compilation but the last, which needs a C++ compiler."""
     project = copied(tmp_path, "04_ddp_torchrun")
-    options = ["--data-dir", "common", "--compile", "--accumulate", 2]
+    options = ["--epochs", 3, "--data-dir", "common", "--compile", "--accumulate", 2]
     settings = {"COMPILE_BACKEND": "aot_eager", **WITNESS}
     result = run_ranks("train.py", 2, *options, cwd=project, **settings)
     check_trained(result, project, ranks=1, at_least=0.5)  # ranks are counted in quick tests

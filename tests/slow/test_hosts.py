@@ -112,7 +112,7 @@ def test_nodes_that_cannot_connect(hosts, project):
         job.start(1, address="no.such.host")
     for job in jobs:
         results = job.finish()
-        places = [f"10.78.0.1:{job.port}"] * 2 + [f"10.78.0.1:{closed}"]
+        places = [f"{ADDRESSES['h0']}:{port}" for port in (job.port, job.port, closed)]
         places += [f"10.78.0.9:{job.port}", f"no.such.host:{job.port}"]
         for rank, place, result in zip((0, 0, 1, 1, 1), places, results, strict=True):
             assert result.code == 1, result
