@@ -68,7 +68,7 @@ def load_mnist(root):
         print(message, flush=True)
     if data == "the bundled digits":
         return load_digits()
-    paths = [root / "MNIST" / "raw" / name for name in CRC32]  # of files with headers
+    paths = [root / "MNIST" / "raw" / name for name in CRC32]  # each file has a header
     parts = [torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8) for path in paths]
     return [ImageSet(x[16:].view(-1, 1, 28, 28), y[8:].long()) for x, y in (parts[:2], parts[2:])]
 
