@@ -379,13 +379,19 @@ def without_batch_norm(project):
     edit(project, "common/data.py", ("import torch\n", float64), (".float()", ".double()"))
 
 
-def splittable(folder):
-    """Copy 04, for a comparison of how its batches are split, without the clipping of gradients.
+def clip_at(project, norm, *scripts):
+    """Let copied scripts clip the gradients at another norm.
 
-    Clipping would hide a wrong divisor: it gives every large gradient the same norm.
+    Clipping may hide a wrong divisor: it gives every large gradient the same norm.
     """
+    for script in scripts:
+        edit(project, script, ("model.parameters(), 0.7", f"model.parameters(), {norm}"))
+
+
+def splittable(folder):
+    """Copy 04, for a comparison of how its batches are split, without the clipping of gradients."""
     project = copy_project(folder, ROOT / "04_ddp_torchrun/train.py")
-    edit(project, "train.py", ("model.parameters(), 0.7)", "model.parameters(), 1e9)"))
+    clip_at(project, 1e9, "train.py")
     without_batch_norm(project)
     return project
 

@@ -8,6 +8,7 @@ from helpers import (
     DIGITS,
     ROOT,
     bare_accuracy,
+    clip_at,
     copy_project,
     distance,
     edit,
@@ -62,17 +63,13 @@ def mlp_accuracy(weights):
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory):
-    """A copy whose batches may be split, and in which only the larger gradients are clipped.
-
-    Were all of them clipped, gradients with a wrong divisor would pass.
-    """
+    """A copy whose batches may be split, and in which only the larger gradients are clipped."""
     others = ("pipeline.py", "tensor_parallel.py", "fsdp.py")
     exact = copy_project(tmp_path_factory.mktemp("exact") / "0", FOLDER / "train.py", *others)
     shutil.copy(ROOT / "04_ddp_torchrun/train.py", exact / "one_device.py")
     fewer_digits(exact, now=140, digits=60)
     without_batch_norm(exact)
-    for script in ("train.py", "one_device.py", *others):
-        edit(exact, script, ("model.parameters(), 0.7", "model.parameters(), 10.0"))
+    clip_at(exact, 10.0, "train.py", "one_device.py", *others)
     order = "RandomSampler(train_set, generator=generator)"
     same_order = "torch.utils.data.DistributedSampler(train_set, 1, 0, seed=args.seed + 1)"
     for script in ("pipeline.py", "tensor_parallel.py"):

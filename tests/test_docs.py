@@ -395,11 +395,12 @@ def test_every_command_runs(path, sandbox):
         result = run(["bash", "-c", command], sandbox, limit=300, OMP_NUM_THREADS="1")
         expected = 1 if command.startswith("git") else 0  # 1: there are differences
         assert result.code == expected, result
-        if parts(command) and not re.search("selftest|--accumulate 8", command):  # 8: few steps
+        if parts(command) and "selftest" not in command:
             # 06 and fsdp.py, a second time
             finished = re.search("after 3 of 3 epochs|epochs done: 3", result.output)
             loss = float(re.findall(r" loss (\S+)", result.output)[-1]) if not finished else 0
-            assert loss < LEARNED, result
+            few_steps = "--accumulate 8" in command  # three per epoch
+            assert few_steps or loss < LEARNED, result
 
 
 def test_each_promise_names_a_test():
