@@ -1,18 +1,16 @@
 """Train a ConvNet on MNIST with DistributedDataParallel, in processes spawned by this script.
 
-    python 02_ddp_spawn/train.py
-    python 02_ddp_spawn/train.py --nprocs 2 --epochs 5 --amp
-    bash 02_ddp_spawn/run.sh
+    python 02_ddp_spawn/train.py --epochs 5 --amp
+    python 02_ddp_spawn/train.py --nprocs 2 --device cpu
 """
 
 import argparse
+import faulthandler
 import gc  # DDP-1
-import math
 import os
-import signal  # DDP-0
+import signal
 import sys
 import time
-from datetime import timedelta  # DDP-1
 from pathlib import Path
 
 import torch
@@ -20,141 +18,122 @@ import torch.distributed as dist  # DDP-1
 import torch.distributed.nn  # DDP-1: here, as a later import by DDP keeps the group alive
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # DDP-2
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler  # DDP-3
 from tqdm import tqdm
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # a common/ next to this file wins
-from common.data import already_batched, load_mnist
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # unless common/ is next to this file
+from common.data import load_mnist
 from common.gather import gather_in_order  # DDP-5
 from common.model import ConvNet
 
-EVAL_BATCH_SIZE = 250  # images; the accuracy does not depend on it
+MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
+
+faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints where this process is
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # DDP-0: Linux sends it when the parent process dies
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [options]", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--epochs", type=positive_int, default=1, help="passes over the training set")
-    add("--batch-size", type=positive_int, default=64, help="images per process")
-    add("--lr", type=positive_float, default=0.6, help="peak learning rate for 256 images per step")
+    add("--epochs", type=int, default=1, help="passes over the training set")
+    add("--batch-size", type=int, default=64, help="images per process")
+    add("--lr", type=float, default=0.6, help="peak learning rate for 256 images per step")
     add("--seed", type=int, default=0, help="random seed for initialisation and shuffling")
     add("--data-dir", type=Path, default="data", help="MNIST directory; downloaded if missing")
-    add("--output", type=writable_file, default="mnist.pt", help="path of the trained weights")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if available")
+    add("--output", type=Path, default="mnist.pt", help="path of the trained weights")
+    add("--device", choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu", help="where to train")
     add("--amp", action="store_true", help="mixed precision: autocast to bfloat16")
     add("--compile", action="store_true", help="compile the model: slower start, faster steps")
-    add("--timeout", type=positive_int, default=300, help="collective timeout in seconds")  # DDP-1
     add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # DDP-2
-    nprocs = torch.cuda.device_count() or 2  # DDP-0: one process per GPU
-    add("--nprocs", type=positive_int, default=nprocs, help="processes")
-    add("--check", action="store_true", help="check the options and exit")
+    nprocs = torch.cuda.device_count() if torch.cuda.is_available() else 2  # DDP-0
+    add("--nprocs", type=int, default=nprocs, help="processes: one per GPU, or any number on CPUs")
     args = parser.parse_args()
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    gpus = torch.cuda.device_count()
-    if args.device == "cuda" and gpus < args.nprocs:  # DDP-0
-        parser.error(f"--device cuda needs a GPU per process, and PyTorch finds {gpus}")
-    if args.device == "cpu" and args.sync_bn:  # DDP-2
-        parser.error("--sync-bn needs GPUs")
-    if args.check:
-        parser.exit()
+    if not args.output.parent.is_dir():
+        parser.error(f"--output: there is no folder {args.output.parent}")
     return args
 
 
 def train(local_rank, args, port):  # DDP-0
     # 1. Setup
-    use_cuda = args.device == "cuda"
-    if use_cuda:  # DDP-1
-        torch.cuda.set_device(local_rank)  # one device per process, set before init_process_group
-    timeout = timedelta(seconds=args.timeout)
+    device = torch.device(f"cuda:{local_rank}" if args.device == "cuda" else "cpu")  # DDP-1
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # one GPU per process, set before init_process_group
     store = dist.TCPStore("127.0.0.1", port)
-    dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timeout, store=store,
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store,
                             rank=local_rank, world_size=args.nprocs)
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    device = torch.device(args.device)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
 
     # 2. Data
     train_set, test_set = load_mnist(args.data_dir)
     train_sampler = DistributedSampler(train_set, seed=args.seed)  # DDP-3: one shard per rank
     test_sampler = DistributedSampler(test_set, shuffle=False)
-    images_per_epoch = train_sampler.total_size
-    loader_options = {"collate_fn": already_batched, "pin_memory": use_cuda}
-    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **loader_options)
-    test_loader = DataLoader(test_set, EVAL_BATCH_SIZE, sampler=test_sampler, **loader_options)
+    options = {"pin_memory": device.type == "cuda"}
+    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **options)  # DDP-3
+    test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
     # 3. Model
     net = ConvNet().to(device, memory_format=torch.channels_last)
     if args.sync_bn:  # DDP-2
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    model = DDP(net, device_ids=[local_rank] if use_cuda else None, gradient_as_bucket_view=True)
-    model.broadcast_buffers = False  # evaluate() broadcasts them
-    torch.manual_seed(args.seed + rank)  # different dropout per rank
+    model = DDP(net, gradient_as_bucket_view=True)  # DDP-2: backward averages the gradients
     if args.compile:
         model = torch.compile(model)
+    torch.manual_seed(args.seed + rank)  # DDP-3: different dropout per rank
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    global_batch = args.batch_size * world_size  # DDP-3
-    peak_lr = args.lr * math.sqrt(global_batch / 256)
-    optimizer = torch.optim.SGD(model.parameters(), peak_lr, momentum=0.9, nesterov=True)
+    lr = args.lr * (args.batch_size * world_size / 256) ** 0.5  # DDP-3: grows with the batch
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
+    scheduler = LambdaLR(optimizer, lambda step: warmup_then_decay(step, total_steps))
 
     # 5. Train and evaluate
-    steps_done = 0
     for epoch in range(1, args.epochs + 1):
         train_sampler.set_epoch(epoch)  # DDP-3: reshuffle
+        net.train()
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()
-        total_loss = torch.zeros((), dtype=torch.float64, device=device)
-        disable = None if rank == 0 else True  # DDP-4: one progress bar
-        progress = tqdm(train_loader, title, leave=False, disable=disable)
-        for step, (images, labels) in enumerate(progress):
+        total = torch.zeros(2, dtype=torch.float64, device=device)  # of the losses, of the images
+        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)  # DDP-4: one bar
+        for images, labels in bar:
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
                 loss = criterion(model(images), labels)
             loss.backward()
-            total_loss += loss.detach() * len(labels)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.7)  # stabilises the warm-up
-            for group in optimizer.param_groups:
-                group["lr"] = peak_lr * warmup_then_decay(steps_done, total_steps)
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             optimizer.step()
+            scheduler.step()
             optimizer.zero_grad()
-            steps_done += 1
-            if step % 50 == 0:
-                progress.set_postfix(loss=f"{loss.item():.4f}")
-        dist.all_reduce(total_loss)  # DDP-5: sum over all ranks
-        mean_loss = total_loss.item() / images_per_epoch
+            total[0] += loss.detach() * len(labels)
+            total[1] += len(labels)
+        dist.all_reduce(total)  # DDP-5: sum over all ranks
         seconds = time.perf_counter() - start
         accuracy = evaluate(net, test_loader, device)
-        speed = images_per_epoch / seconds
         if rank == 0:  # DDP-4: log on rank 0 only
-            print(f"{title}  loss {mean_loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
-                  f"{speed:.0f} images/s", flush=True)
+            loss, images = total.tolist()
+            print(f"{title}  loss {loss / images:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
+                  f"{images / seconds:.0f} images/s", flush=True)
 
     # 6. Save
     if rank == 0:  # DDP-4: save on rank 0 only
-        weights = {name: tensor.cpu() for name, tensor in net.state_dict().items()}
-        torch.save(weights, args.output)
+        torch.save(net.state_dict(), args.output)
 
 
-@torch.inference_mode()
-def evaluate(model, test_loader, device):
-    """Return the fraction of the test set that the model classifies correctly."""
-    for buffer in model.buffers():  # DDP-5: copy rank 0's to all ranks
+@torch.no_grad()
+def evaluate(net, test_loader, device):
+    """Return the fraction of the test set that the network classifies correctly."""
+    for buffer in net.buffers():  # DDP-5: copy rank 0's BatchNorm statistics to all ranks
         dist.broadcast(buffer, src=0)
-    model.eval()
+    net.eval()
     correct = []
     for images, labels in test_loader:
-        predictions = model(images.to(device)).argmax(1)
-        correct.append(predictions == labels.to(device))
+        correct.append(net(images.to(device)).argmax(1) == labels.to(device))
     correct = torch.cat(correct)
     correct = gather_in_order(correct, len(test_loader.dataset))  # DDP-5: from all ranks
-    model.train()
     return correct.sum().item() / len(correct)
 
 
@@ -163,32 +142,7 @@ def warmup_then_decay(step, total_steps):
     return min((step + 1) / (0.4 * total_steps + 1), (total_steps - step) / (0.6 * total_steps))
 
 
-def positive_int(text):
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
-    return number
-
-
-def positive_float(text):
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
-    return number
-
-
-def writable_file(text):
-    path = Path(text)
-    target = path if path.exists() else path.parent
-    if path.is_dir() or not path.parent.is_dir() or not os.access(target, os.W_OK):
-        raise argparse.ArgumentTypeError(f"cannot write {path}; name a file in a writable folder")
-    return path
-
-
 def run(local_rank, args, port):  # DDP-0: what each spawned process runs
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Linux sends it when the parent process dies
-    if not torch.multiprocessing.parent_process().is_alive():  # it died before that
-        sys.exit(1)
     os.environ["LOCAL_RANK"] = str(local_rank)  # load_mnist downloads on local rank 0
     train(local_rank, args, port)
     gc.collect()  # DDP-1: free the model before destroying the group, or the exit may abort
@@ -197,8 +151,7 @@ def run(local_rank, args, port):  # DDP-0: what each spawned process runs
 
 def main():
     args = parse_args()  # DDP-0: share the cores, open a store on a free port, start the processes
-    threads = max(1, torch.get_num_threads() // args.nprocs)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.nprocs)))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     torch.multiprocessing.spawn(run, (args, store.port), args.nprocs)
 

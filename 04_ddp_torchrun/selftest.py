@@ -1,13 +1,19 @@
-"""Check that all processes of a job can communicate: run it first on a new machine or cluster.
+r"""Check that all processes of a job can communicate: run it first on a new machine or cluster.
 
     torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/selftest.py
-    bash 04_ddp_torchrun/run.sh selftest.py
+
+On two machines, where 10.0.0.1 is an address of the first; on the second with --node-rank=1:
+
+    torchrun --nnodes=2 --node-rank=0 --nproc-per-node=2 --master-addr=10.0.0.1 \
+        04_ddp_torchrun/selftest.py
 """
 
 import argparse
 import copy
+import faulthandler
 import gc
 import os
+import signal
 import socket
 import sys
 import threading
@@ -21,44 +27,32 @@ import torch.distributed.nn  # here, as a later import keeps the process group a
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # a common/ next to this file wins
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # unless common/ is next to this file
 from common.gather import all_gather
 from common.model import ConvNet
 
+faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints where this process is
+
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [options]", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if available")
+    add("--device", choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu", help="what to check")
     add("--timeout", type=int, default=60, help="time limit of each check in seconds")
-    add("--check", action="store_true", help="check the options and exit")
-    args = parser.parse_args()
-    if args.timeout < 1:
-        parser.error("argument --timeout: must be above 0")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    gpus = torch.cuda.device_count()
-    if args.device == "cuda" and gpus < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        parser.error(f"--device cuda needs a GPU per process, and PyTorch finds {gpus}")
-    if args.check:
-        print(gpus)  # run.sh starts as many processes
-        parser.exit()
-    if "LOCAL_RANK" not in os.environ:
-        parser.error(f"run: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    return args
+    return parser.parse_args()
 
 
 def selftest(args):
     """Run all checks; every rank that fails one prints a line with the reason and exits with 1."""
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
-    device = torch.device(args.device)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device(f"cuda:{local_rank}" if args.device == "cuda" else "cpu")
     me = f"rank {rank} on {socket.gethostname()}"
     backend = "gloo"
-    if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"  # 06 to 08 use both
     print(f"{me}: {device}, {backend}, world size {world_size}\n", end="", flush=True)  # one write
 
@@ -82,7 +76,8 @@ def selftest(args):
 
     def reduce_scatter(device):
         mine = torch.zeros(1, device=device)
-        dist.reduce_scatter_tensor(mine, table[rank].to(device))
+        name = "reduce_scatter_single"  # reduce_scatter_tensor in older releases
+        getattr(dist, name, dist.reduce_scatter_tensor)(mine, table[rank].to(device))
         return mine, table.sum(0)[rank : rank + 1]
 
     def ddp_step(device):
@@ -102,10 +97,10 @@ def selftest(args):
         return gradients[0], gradients[1]
 
     run_check("join", me, args.timeout, join)
-    for name in dict.fromkeys(("cpu", args.device)):
+    for checked in dict.fromkeys((torch.device("cpu"), device)):
         for check in (all_reduce_sum, broadcast, all_gather_rows, reduce_scatter, ddp_step):
-            title = f"{check.__name__.replace('_', ' ')} on {name}"
-            run_check(title, me, args.timeout, check, torch.device(name))
+            title = f"{check.__name__.replace('_', ' ')} on {checked.type}"
+            run_check(title, me, args.timeout, check, checked)
     report_bandwidth(rank, world_size, device)
     hosts = [None] * world_size
     dist.all_gather_object(hosts, socket.gethostname())

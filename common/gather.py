@@ -1,4 +1,7 @@
-"""DDP-6: all_gather helpers. All ranks of the default group call them and get the same result."""
+"""DDP-6: all_gather helpers. All ranks of the default group call them and get the same result.
+
+Gradients do not flow through them: torch.distributed.all_gather returns tensors without a graph.
+"""
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,15 @@ def all_gather_ragged(tensor):
 def gather_in_order(tensor, length):
     """Join the ranks' results for their samples in data set order: [n, ...] to [length, ...].
 
-    DistributedSampler deals out the samples in turn; its padding is at the end and is dropped.
+    DistributedSampler(data_set, shuffle=False) deals out the samples in turn and pads the shards to
+    n = ⌈length ÷ world_size⌉ rows, one per sample; the padding is dropped. Raises ValueError on a
+    rank with another number of rows, before any communication.
     """
+    world_size = dist.get_world_size()
+    rows = -(-length // world_size)  # rounded up
+    if len(tensor) != rows:
+        raise ValueError(
+            f"{length} samples on {world_size} ranks need {rows} rows on each, one per sample, and "
+            f"rank {dist.get_rank()} has {len(tensor)}: use all_gather_ragged for other shards"
+        )
     return all_gather(tensor).transpose(0, 1).flatten(0, 1)[:length]

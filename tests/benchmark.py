@@ -39,13 +39,13 @@ import network
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # if DDP imports it later, it keeps the process group alive
-from helpers import EPOCH, ROOT, clean_environment, load_script
+from helpers import EPOCH, ROOT, clean_environment, declare_torchvision_operators, load_script
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from tqdm import tqdm
 
-from common.data import load_mnist, torchvision_mnist
+from common.data import load_mnist
 from common.model import ConvNet
 
 SCRIPT = ROOT / "04_ddp_torchrun/train.py"
@@ -62,15 +62,17 @@ STEPS = 25  # of the script's loop, then as many of the bare loop
 
 
 class SingleSamples(Dataset):
-    """An ImageSet as torchvision's MNIST with ToTensor, which returns one image at a time."""
+    """A set of common.data as torchvision's MNIST with ToTensor, which converts image by image."""
 
     def __init__(self, image_set):
-        mnist = torchvision_mnist()
+        declare_torchvision_operators()
+        from torchvision.datasets import MNIST
         from torchvision.transforms import ToTensor
 
-        self.mnist = object.__new__(mnist)  # without its __init__, which reads files
-        self.mnist.data = image_set.tensors[0].squeeze(1)
-        self.mnist.targets = image_set.tensors[1]
+        images, labels = image_set.tensors
+        self.mnist = object.__new__(MNIST)  # without its __init__, which reads files
+        self.mnist.data = (images.squeeze(1) * 255).round().to(torch.uint8)
+        self.mnist.targets = labels
         self.mnist.transform = ToTensor()
         self.mnist.target_transform = None
 
@@ -269,7 +271,8 @@ class Run:
         self.peak = usage.ru_maxrss / 1024  # MiB, of its largest process
 
     def look_for_progress(self, now):
-        if self.first_step is None and re.search("loss=|torch is imported", self.text):
+        steps = r"\| [1-9]\d*/\d+ \[|torch is imported"  # of a progress bar
+        if self.first_step is None and re.search(steps, self.text):
             self.first_step = now
         lines = list(EPOCH.finditer(self.text))
         for line in lines[len(self.epochs) :]:
@@ -319,7 +322,6 @@ ROWS = {
 def one_round(folder):
     """Yield a row's name, 04's figure and the other one. The folder has the data set in data/."""
     threads = max(1, os.cpu_count() // PROCESSES)
-    malloc = dict(re.findall(r"(MALLOC_\w+_)=(\d+)", RUN_SH.read_text()))  # as run.sh sets them
 
     def run_04(*options, **settings):
         return Run(["bash", RUN_SH, *options], folder, **settings)
@@ -332,7 +334,7 @@ def one_round(folder):
         return torchrun(PROCESSES, __file__, "--side=recipe", *options)
 
     def run_in_turns(processes):
-        return torchrun(processes, __file__, "--side=in-turns", **malloc).in_turns()
+        return torchrun(processes, __file__, "--side=in-turns").in_turns()
 
     default = run_04()
     recipe = run_recipe("--epochs=15")

@@ -5,10 +5,10 @@ import hashlib
 import http.server
 import struct
 import threading
-import zlib
 from contextlib import contextmanager
 
 import torch
+from helpers import declare_torchvision_operators
 
 import common.data as data
 
@@ -28,22 +28,22 @@ def make_files(folder):
 
 def use_files(monkeypatch, folder, mirror):
     """Let common.data and torchvision take the files of a folder for MNIST, from this mirror."""
-    checksums = {name: zlib.crc32((folder / name).read_bytes()) for name in data.CRC32}
-    monkeypatch.setattr(data, "CRC32", checksums)
-    files = [folder / f"{name}.gz" for name in data.CRC32]
+    sizes = {name: (folder / name).stat().st_size for name in data.BYTES}
+    monkeypatch.setattr(data, "BYTES", sizes)
+    files = [folder / f"{name}.gz" for name in data.BYTES]
     compressed = [(file.name, hashlib.md5(file.read_bytes()).hexdigest()) for file in files]
-    monkeypatch.setattr(data.torchvision_mnist(), "resources", compressed)
-    monkeypatch.setattr(data.torchvision_mnist(), "mirrors", [mirror])
+    declare_torchvision_operators()
+    monkeypatch.setattr("torchvision.datasets.MNIST.resources", compressed)
+    monkeypatch.setattr("torchvision.datasets.MNIST.mirrors", [mirror])
 
 
 @contextmanager
 def serve(folder, half=False):
-    """Serve a folder, or only the first half of each file; yield the URL and what is requested."""
-    asked, ended = [], threading.Event()
+    """Serve a folder, or only the first half of each file, by a URL."""
+    ended = threading.Event()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            asked.append(self.path)
             content = (folder / self.path[1:]).read_bytes()
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))
@@ -58,6 +58,6 @@ def serve(folder, half=False):
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/", asked
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
         ended.set()
         server.shutdown()

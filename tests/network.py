@@ -31,6 +31,7 @@ from hosts import ADDRESSES, PATH, Hosts
 from common.model import ConvNet
 
 SCRIPT = ROOT / "04_ddp_torchrun/train.py"
+WITH_CHECKPOINTS = ROOT / "06_checkpointing/train.py"
 GRADIENTS = sum(parameter.numel() for parameter in ConvNet().parameters())
 BATCH = 64
 LINKS = {  # name: Gbit/s, seconds of delay in each direction
@@ -41,7 +42,7 @@ LINKS = {  # name: Gbit/s, seconds of delay in each direction
 }
 WAYS = {  # name: script, options, bytes per gradient, micro-batches per all-reduce
     "as it is": (SCRIPT, [], 4, 1),
-    "`--accumulate 8`": (SCRIPT, ["--accumulate", 8], 4, 8),
+    "06, `--accumulate 8`": (WITH_CHECKPOINTS, ["--accumulate", 8], 4, 8),
     "gradients in float16": (__file__, [], 2, 1),
 }
 # Joins the hosts by a device whose packets it passes on when they are old enough
@@ -128,7 +129,8 @@ def measure_links(rounds):
             for way, (script, options, size, micro_batches) in WAYS.items():
                 pairs = []
                 for _ in range(rounds):
-                    apart = link.images_per_second(SCRIPT, options, together=False)
+                    alone = SCRIPT if script == __file__ else script
+                    apart = link.images_per_second(alone, options, together=False)
                     pairs.append((apart, link.images_per_second(script, options)))
                 share = statistics.median(1 - joined / apart for apart, joined in pairs)
                 apart, speed = [statistics.median(each) for each in zip(*pairs, strict=True)]
@@ -162,7 +164,8 @@ def measure_costs(checkpoint):
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     joined = time.time()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    store = load_script(ROOT / "06_checkpointing/train.py")
+    script = load_script(WITH_CHECKPOINTS)
+    state = torch.nn.Linear(2 * GRADIENTS, 1)  # as large as the network and its momentum
 
     def median_of(function, times=5):
         seconds = []
@@ -184,7 +187,7 @@ def measure_costs(checkpoint):
 
     def save():
         if rank == 0:
-            store.save_checkpoint({"model": torch.zeros(2 * GRADIENTS)}, checkpoint)
+            assert script.save_checkpoint(checkpoint, {}, {"model": state}, {})
 
     sampler = DistributedSampler(range(60_000))
     figures = {

@@ -1,7 +1,7 @@
-"""01: one process; and what the options of all scripts have in common."""
+"""01: one process; and what the options of 01 to 04 have in common."""
 
 import pytest
-from helpers import FOLDERS, ROOT, parse, rejected
+from helpers import DIGITS, ROOT, load_script, parse, rejected
 
 SCRIPT = ROOT / "01_dataparallel/train.py"
 
@@ -12,43 +12,28 @@ def test_trains_evaluates_and_saves(launched):
     launched.check(ranks=1)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_every_script_rejects_a_wrong_option(folder, monkeypatch, capsys):
-    for options, error in (
-        ("--epochs 0", "argument --epochs: must be above 0, not 0"),
-        ("--epochs three", "argument --epochs: invalid positive_int value: 'three'"),
-        ("--lr nan", "argument --lr: must be above 0, not nan"),
-        ("--output no/such/folder/m.pt", "cannot write no/such/folder/m.pt; name a file in a"),
-        ("--output .", "argument --output: cannot write .; name a file in a writable folder"),
-        ("--colour red", "unrecognized arguments: --colour red"),
-    ):
-        script = ROOT / folder / "train.py"
-        assert error in rejected(monkeypatch, capsys, script, *options.split(), LOCAL_RANK=0)
+@pytest.mark.parametrize(("folder", "writes", "does_not"), [
+    ("01_dataparallel", ([], {}), None),
+    ("02_ddp_spawn", ([], {}), None),
+    ("03_ddp_multinode_spawn", (["-n", 2], {}), (["-n", 2, "-i", 1], {})),
+    ("04_ddp_torchrun", ([], {"RANK": 0}), ([], {"RANK": 1})),
+])
+def test_who_saves_needs_the_folder_of_its_output(folder, writes, does_not, monkeypatch, capsys):
+    """The other nodes may have no such folder."""
+    script, missing = ROOT / folder / "train.py", ["--output", "no/such/folder/mnist.pt"]
+    options, settings = writes
+    error = rejected(monkeypatch, capsys, script, *missing, *options, **settings)
+    assert error == "--output: there is no folder no/such/folder"
+    if does_not:
+        options, settings = does_not
+        parse(monkeypatch, script, *missing, *options, **settings)
 
 
-@pytest.mark.parametrize("folder", FOLDERS[1:4] + FOLDERS[5:])
-def test_sync_bn_needs_gpus(folder, monkeypatch, capsys):
-    script = ROOT / folder / "train.py"
-    error = rejected(monkeypatch, capsys, script, "--sync-bn", LOCAL_RANK=0)
-    assert error == "--sync-bn needs GPUs"
-
-
-@pytest.mark.parametrize("folder", FOLDERS[:5])  # from 06 on it looks at the checkpoint as well
-def test_check_ends_after_the_options(folder, monkeypatch, capsys):
-    with pytest.raises(SystemExit) as stop:
-        parse(monkeypatch, ROOT / folder / "train.py", "--check")
-    assert stop.value.code == 0
-    number_of_gpus = "0\n" if folder == "04_ddp_torchrun" else ""  # for its run.sh
-    assert capsys.readouterr() == (number_of_gpus, "")
-
-
-@pytest.mark.parametrize("option", ["--amp", "--compile"])
-def test_several_gpus_reject_what_dataparallel_cannot_do(option, monkeypatch, capsys):
-    error = rejected(monkeypatch, capsys, SCRIPT, option, gpus=2)
-    assert error.startswith("DataParallel has no --amp, --compile: ")
-    parse(monkeypatch, SCRIPT, option, gpus=1)
-
-
-def test_cuda_needs_a_gpu(monkeypatch, capsys):
-    error = rejected(monkeypatch, capsys, SCRIPT, "--device", "cuda")
-    assert error == "--device cuda needs a GPU per process, and PyTorch finds 0"
+def test_several_gpus_reject_amp(monkeypatch):
+    """The threads of DataParallel would compute in float16."""
+    options = ["--amp", "--data-dir", DIGITS]
+    script, args = load_script(SCRIPT), parse(monkeypatch, SCRIPT, *options, gpus=2)
+    assert args.device == "cuda"
+    monkeypatch.setattr("torch.nn.Module.to", lambda self, *args, **kwargs: self)  # there is no GPU
+    with pytest.raises(ValueError, match="^--amp needs one GPU"):
+        script.train(args)
