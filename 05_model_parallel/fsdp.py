@@ -1,7 +1,6 @@
 r"""Train a ConvNet on MNIST with fully sharded data parallelism (FSDP2): each rank keeps a shard.
 
     torchrun --standalone --nproc-per-node=2 05_model_parallel/fsdp.py --checkpoint fsdp-run1
-    bash 05_model_parallel/run.sh fsdp.py
 
 On two machines, where 10.0.0.1 is an address of the first; on the second with --node-rank=1:
 
@@ -10,18 +9,18 @@ On two machines, where 10.0.0.1 is an address of the first; on the second with -
 """
 
 import argparse
+import faulthandler
 import gc
-import math
 import os
+import signal
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.distributed.nn  # here, as a later import keeps the process group alive
+import torch.distributed.nn  # here, as a later import keeps the group alive
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -31,81 +30,68 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # a common/ next to this file wins
-from common.data import already_batched, load_mnist
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # unless common/ is next to this file
+from common.data import load_mnist
 from common.gather import all_gather, gather_in_order
 from common.model import ConvNet
 
-EVAL_BATCH_SIZE = 250  # images; the accuracy does not depend on it
+MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
+
+faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints where this process is
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [options]", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--epochs", type=positive_int, default=1, help="passes over the training set")
-    add("--batch-size", type=positive_int, default=64, help="images per process")
-    add("--lr", type=positive_float, default=0.6, help="peak learning rate for 256 images per step")
+    add("--epochs", type=int, default=1, help="passes over the training set")
+    add("--batch-size", type=int, default=64, help="images per process")
+    add("--lr", type=float, default=0.6, help="peak learning rate for 256 images per step")
     add("--seed", type=int, default=0, help="random seed for initialisation and shuffling")
     add("--data-dir", type=Path, default="data", help="MNIST directory; downloaded if missing")
-    add("--output", type=writable_file, default="mnist.pt", help="path of the trained weights")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if available")
+    add("--output", type=Path, default="mnist.pt", help="path of the trained weights")
+    add("--device", choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu", help="where to train")
     add("--checkpoint", type=Path, help="directory that all nodes share")  # MP-5
-    add("--timeout", type=positive_int, default=300, help="collective timeout in seconds")
-    add("--check", action="store_true", help="check the options and exit")
     args = parser.parse_args()
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    gpus = torch.cuda.device_count()
-    if args.device == "cuda" and gpus < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        parser.error(f"--device cuda needs a GPU per process, and PyTorch finds {gpus}")
-    if args.checkpoint and not os.access(args.checkpoint.parent, os.W_OK):
-        parser.error(f"--checkpoint: cannot write {args.checkpoint}")
-    if args.check:
-        parser.exit()
-    if "LOCAL_RANK" not in os.environ:
-        parser.error(f"run: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
+    for path in filter(None, (args.output, args.checkpoint)):
+        if os.environ["RANK"] == "0" and not path.parent.is_dir():  # only rank 0 saves the weights
+            parser.error(f"there is no folder {path.parent} for {path.name}")
     return args
 
 
 def train(args):
     # 1. Setup
-    use_cuda = args.device == "cuda"
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if use_cuda:
-        torch.cuda.set_device(local_rank)  # one device per process, set before init_process_group
-    timeout = timedelta(seconds=args.timeout)
-    dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timeout)
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    device = torch.device(args.device)
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun sets it
+    device = torch.device(f"cuda:{local_rank}" if args.device == "cuda" else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # one GPU per process, set before init_process_group
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
 
     # 2. Data
     train_set, test_set = load_mnist(args.data_dir)
-    train_sampler = DistributedSampler(train_set, seed=args.seed)
+    train_sampler = DistributedSampler(train_set, seed=args.seed)  # MP-4: data parallel, as DDP
     test_sampler = DistributedSampler(test_set, shuffle=False)
-    images_per_epoch = train_sampler.total_size
-    loader_options = {"collate_fn": already_batched, "pin_memory": use_cuda}
-    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **loader_options)
-    test_loader = DataLoader(test_set, EVAL_BATCH_SIZE, sampler=test_sampler, **loader_options)
+    options = {"pin_memory": device.type == "cuda"}
+    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **options)
+    test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
     # 3. Model
-    mesh = init_device_mesh(args.device, (world_size,))
+    mesh = init_device_mesh(device.type, (world_size,))
     model = ConvNet()  # equal on all ranks by the seed, as fully_shard does not broadcast
     for part in (model.layer1, model.layer2, model.fc, model):
         fully_shard(part, mesh=mesh)  # MP-1, MP-2: keep a shard, all-gather the part to compute it
+    torch.manual_seed(args.seed + rank)  # different dropout per rank
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    global_batch = args.batch_size * world_size
-    peak_lr = args.lr * math.sqrt(global_batch / 256)
-    optimizer = torch.optim.SGD(model.parameters(), peak_lr, momentum=0.9, nesterov=True)
-    total_steps = args.epochs * len(train_loader)
+    lr = args.lr * (args.batch_size * world_size / 256) ** 0.5  # grows with the batch
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     epochs_done = 0
     if args.checkpoint:  # MP-5: resume from the last complete one, on any number of ranks
         complete = args.checkpoint.glob("epoch-*/.metadata")  # this file is written last
@@ -115,42 +101,40 @@ def train(args):
         epochs_done = agreed.item()
     if epochs_done:
         load_sharded(args.checkpoint / f"epoch-{epochs_done}", model, optimizer)
+    total_steps = args.epochs * len(train_loader)
+    done = epochs_done * len(train_loader)  # MP-5
+    scheduler = LambdaLR(optimizer, lambda step: warmup_then_decay(done + step, total_steps))
     shard = sum(parameter.to_local().nbytes for parameter in model.parameters())
     shards = all_gather(torch.tensor(shard, device=device)).tolist()
     if rank == 0:
         print(f"bytes of parameters per rank: {shards}; epochs done: {epochs_done}", flush=True)
 
     # 5. Train and evaluate
-    steps_done = epochs_done * len(train_loader)
     for epoch in range(epochs_done + 1, args.epochs + 1):
-        train_sampler.set_epoch(epoch)
+        train_sampler.set_epoch(epoch)  # reshuffle
+        model.train()
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()
-        total_loss = torch.zeros((), dtype=torch.float64, device=device)
-        disable = None if rank == 0 else True  # one progress bar
-        progress = tqdm(train_loader, title, leave=False, disable=disable)
-        for step, (images, labels) in enumerate(progress):
+        total = torch.zeros(2, dtype=torch.float64, device=device)  # of the losses, of the images
+        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)  # one bar
+        for images, labels in bar:
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
             loss = criterion(model(images), labels)
             loss.backward()  # MP-2: all-gathers again, then averages and shards the gradients
-            total_loss += loss.detach() * len(labels)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.7)  # stabilises the warm-up
-            for group in optimizer.param_groups:
-                group["lr"] = peak_lr * warmup_then_decay(steps_done, total_steps)
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             optimizer.step()
+            scheduler.step()
             optimizer.zero_grad()
-            steps_done += 1
-            if step % 50 == 0:
-                progress.set_postfix(loss=f"{loss.item():.4f}")
-        dist.all_reduce(total_loss)
-        mean_loss = total_loss.item() / images_per_epoch
+            total[0] += loss.detach() * len(labels)
+            total[1] += len(labels)
+        dist.all_reduce(total)  # sum over all ranks
         seconds = time.perf_counter() - start
         accuracy = evaluate(model, test_loader, device)
-        speed = images_per_epoch / seconds
-        if rank == 0:
-            print(f"{title}  loss {mean_loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
-                  f"{speed:.0f} images/s", flush=True)
+        if rank == 0:  # log on rank 0 only
+            loss, images = total.tolist()
+            print(f"{title}  loss {loss / images:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
+                  f"{images / seconds:.0f} images/s", flush=True)
         if args.checkpoint:  # MP-5: every rank writes its shard
             save_sharded(args.checkpoint / f"epoch-{epoch}", model, optimizer)
 
@@ -162,59 +146,34 @@ def train(args):
 
 
 def save_sharded(path, model, optimizer):
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    """Save the model and the optimizer's state, without the learning rates: --lr gives them."""
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state["state"]}, checkpoint_id=path)
 
 
 def load_sharded(path, model, optimizer):
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)  # in place
-    set_state_dict(
-        model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
-    )
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state["state"]}, checkpoint_id=path)  # in place
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
 
 @torch.no_grad()
 def evaluate(model, test_loader, device):
-    """Return the fraction of the test set that the model classifies correctly."""
-    for buffer in model.buffers():
+    """Return the fraction of the test set that the network classifies correctly."""
+    for buffer in model.buffers():  # copy rank 0's BatchNorm statistics to all ranks
         dist.broadcast(buffer, src=0)
     model.eval()
     correct = []
     for images, labels in test_loader:
-        predictions = model(images.to(device)).argmax(1)
-        correct.append(predictions == labels.to(device))
+        correct.append(model(images.to(device)).argmax(1) == labels.to(device))
     correct = torch.cat(correct)
-    correct = gather_in_order(correct, len(test_loader.dataset))
-    model.train()
+    correct = gather_in_order(correct, len(test_loader.dataset))  # from all ranks
     return correct.sum().item() / len(correct)
 
 
 def warmup_then_decay(step, total_steps):
     """The factor of the peak learning rate: rises over 40 % of the steps, then falls to 0."""
     return min((step + 1) / (0.4 * total_steps + 1), (total_steps - step) / (0.6 * total_steps))
-
-
-def positive_int(text):
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
-    return number
-
-
-def positive_float(text):
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
-    return number
-
-
-def writable_file(text):
-    path = Path(text)
-    target = path if path.exists() else path.parent
-    if path.is_dir() or not path.parent.is_dir() or not os.access(target, os.W_OK):
-        raise argparse.ArgumentTypeError(f"cannot write {path}; name a file in a writable folder")
-    return path
 
 
 def main():
