@@ -4,11 +4,14 @@ A test with the mark launch("NN_folder", option, ..., setting=...) gets its Laun
 """
 
 import contextlib
+import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers import Launch, copy_repository
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks torch; all commands inherit it
 
 
 def pytest_collection_modifyitems(items):

@@ -18,15 +18,16 @@ BASES = {  # each script and the script that it builds on
 }
 SHOWN = {**BASES, "03_ddp_multinode_spawn": "02_ddp_spawn"}  # what its README compares it with
 # The steps that each folder marks; 08 has none
-FAMILIES = {"01": "DP", "02": "DDP", "03": "DDP", "04": "DDP"}
-FAMILIES |= {"05": "MP", "06": "CKPT", "07": "SLURM"}
+FAMILIES = {"01": r"DP-\d+", "02": r"DDP-\d+", "03": r"DDP-\d+", "04": r"DDP-\d+"}
+FAMILIES |= {"05": r"MP-\d+", "06": r"CKPT-\d+|DDP-7", "07": r"SLURM-\d+"}
 SCRIPTS = sorted(ROOT.glob("0*/*.py"))
+LAUNCHERS = sorted(ROOT.glob("0*/run.sh"))
 
 
 def marks(line, folder):
     """The step marks of this folder's family in the comment of a line."""
     family = FAMILIES.get(folder[:2])
-    return re.findall(rf"\b{family}-\d+\b", line.partition("#")[2]) if family else []
+    return re.findall(rf"\b(?:{family})\b", line.partition("#")[2]) if family else []
 
 
 def code(folder):
@@ -56,7 +57,15 @@ def test_02_and_03_shard_log_and_gather_as_04(folder):
     """So that what the tests of 04 show of these lines holds for them as well."""
     lines = [line for line in code("04_ddp_torchrun") if re.search("DDP-[345]", line)]
     missing = [line for line in lines if line not in code(folder)]
-    assert missing == ["global_batch = images_per_step * world_size  # DDP-3"]
+    assert len(missing) == 1 and missing[0].startswith('if os.environ["RANK"] == "0"')
+
+
+def test_04_adds_few_lines_to_01():
+    """Below the imports: what a reader of the diff has to understand."""
+    base, script = (code(folder)[code(folder).index("def parse_args():") :]
+                    for folder in ("01_dataparallel", "04_ddp_torchrun"))
+    added = [line for line in difflib.ndiff(base, script) if line.startswith("+ ")]
+    assert 0 < len(added) <= 35
 
 
 def test_08_trains_with_the_script_of_06():
@@ -69,6 +78,18 @@ def test_a_script_imports_only_packages_and_common(path):
     imported = re.findall(r"^\s*(?:import|from) +([\w.]+)", path.read_text(), re.M)
     neighbours = {other.stem for other in SCRIPTS}
     assert imported and not {"", *neighbours} & {name.split(".")[0] for name in imported}
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=label)
+def test_sigusr1_shows_where_a_script_is(path):
+    assert "\nfaulthandler.register(signal.SIGUSR1)" in path.read_text()
+
+
+@pytest.mark.parametrize("path", [*SCRIPTS, *LAUNCHERS], ids=label)
+def test_nothing_private_is_used(path):
+    """No name of torch that begins with an underscore; the one public name that does is allowed."""
+    names = re.findall(r"\._[a-z]\w*", path.read_text())
+    assert set(names) <= {"._exit"}
 
 
 def test_common_stays_tiny():

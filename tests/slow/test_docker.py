@@ -1,7 +1,7 @@
 """08 on a real engine: one container, two by compose, two by run.sh, stopped and resumed.
 
-There is no registry: the base image is made from Debian's packages, and pip installs wheels that
-this machine's pip has downloaded.
+There is no registry: the base image is made from Debian's packages, and its /etc/pip.conf names a
+server on this machine with wheels that this machine's pip has downloaded.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers import IGNORED, ROOT, Running, check_trained, equal, fewer_digits, wait_until
-from hosts import ADDRESSES, PATH, Daemons
+from hosts import ADDRESSES, Daemons
 
 FOLDER = ROOT / "08_docker"
 TOOLS = ("dockerd", "docker", "docker-compose", "mmdebstrap")
@@ -27,6 +27,7 @@ MAKE_BASE = """
 mmdebstrap --variant=minbase --include=python3,python3-pip "$VERSION_CODENAME" "$1" >&2
 ln -s python3 "$1/usr/bin/python"
 rm -f "$1"/usr/lib/python3*/EXTERNALLY-MANAGED  # as in the official images
+cp "$3" "$1/etc/pip.conf"
 tar --create --directory "$1" . | docker import - "$2"
 """
 
@@ -45,7 +46,6 @@ def engine(hosts, place):
     folder = place / "engine"
     folder.mkdir()
     settings = {"DOCKER_HOST": f"unix://{folder}/socket", "DOCKER_CONFIG": f"{folder}/config"}
-    settings["PATH"] = f"/usr/bin:{PATH}"  # Debian's client, which has BuildKit
     files = [f"--data-root={folder}/data", f"--exec-root={folder}/exec"]
     files += [f"--pidfile={folder}/pid", f"--host=unix://{folder}/socket"]
     network = [f"--bip={ADDRESS}/24", "--dns=127.0.0.1"]  # no name server: fails at once
@@ -72,20 +72,19 @@ def project(place):
     fewer_digits(project)
     for file in ("requirements.txt", ".dockerignore"):
         shutil.copy(ROOT / file, project)
-    others = ("checkpoint.pt", "data/train-images-idx3-ubyte", "08_docker/mnist.pt", "pip.conf")
-    for other in (*others, ".git/config"):
+    others = ("checkpoint.pt", "data/train-images-idx3-ubyte", "08_docker/mnist.pt", ".git/config")
+    for other in others:
         (project / other).parent.mkdir(exist_ok=True)
         (project / other).write_text("a-secret")
     return project
 
 
 def make_base(engine, name):
-    """Make the image that the Dockerfile starts from, and the wheels for its Python.
-
-    Return a pip.conf with which pip installs these wheels, and which holds a password.
-    """
-    base, wheels = engine.folder / "base", engine.folder / "wheels"
-    make = ["bash", "-euo", "pipefail", "-c", MAKE_BASE, "_", base, name]
+    """Make the image that the Dockerfile starts from, and serve the wheels for its Python."""
+    base, wheels, configuration = [engine.folder / name for name in ("base", "wheels", "pip.conf")]
+    settings = f"find-links = http://{ADDRESS}:{PORT}/\ntrusted-host = {ADDRESS}\n"
+    configuration.write_text(f"[global]\nno-index = true\n{settings}")
+    make = ["bash", "-euo", "pipefail", "-c", MAKE_BASE, "_", base, name, configuration]
     subprocess.run(make, env=engine.environment(), check=True, timeout=400)
     python = (base / "usr/bin/python3").resolve().name.removeprefix("python")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:"]
@@ -94,20 +93,15 @@ def make_base(engine, name):
     subprocess.run(command, check=True, timeout=400)
     server = ["http.server", str(PORT), "--bind", ADDRESS, "--directory", wheels]
     engine.start("h0", sys.executable, "-m", *server)
-    settings = f"find-links = http://{ADDRESS}:{PORT}/\ntrusted-host = {ADDRESS}\n"
-    configuration = engine.folder / "pip.conf"
-    configuration.write_text(f"[global]\nno-index = true\n{settings}# a-password\n")
-    return configuration
 
 
 @pytest.fixture(scope="module")
 def image(engine, project):
-    """Build the image by run.sh, on a base made here and with a pip.conf that is secret."""
-    (base,) = re.findall(r"^ARG BASE_IMAGE=(.*)", (FOLDER / "Dockerfile").read_text(), re.M)
-    secret = f"--secret=id=pip.conf,src={make_base(engine, base)}"
-    command = engine.hosts.on("h0", project, "bash", project / "08_docker/run.sh", "--help")
-    result = Running(command, project, **engine.environment(BUILD_OPTIONS=secret)).finish()
-    assert result.code == 0 and result.output.startswith("usage: train.py [options]\n"), result
+    """Build the image by the Dockerfile's command."""
+    dockerfile = (FOLDER / "Dockerfile").read_text()
+    make_base(engine, re.search("^ARG BASE_IMAGE=(.*)", dockerfile, re.M)[1])
+    build = re.match("# .*: (docker build .*)\n", dockerfile)[1].split()
+    engine.run(*build, folder=project, limit=600)
     return "mnist-ddp"
 
 
@@ -141,11 +135,8 @@ def undisturbed(engine, project, image, place):
     return volume / "mnist.pt"
 
 
-def test_the_image_holds_the_code_but_no_secret_and_no_data(engine, image):
-    history = engine.run("docker", "history", "--no-trunc", image)
-    assert "pip install" in history
-    assert "a-password" not in history and "28080" not in history
-    look = "find /app -type f; grep -rl -e a-password -e a-secret /app /etc /home /root /tmp /work;"
+def test_the_image_holds_the_code_but_no_data(engine, image):
+    look = "find /app -type f; grep -rl a-secret /app /etc /home /root /tmp /work;"
     look += "find / -xdev -name '*ubyte*' -o -xdev -name 'checkpoint.pt*' -o -xdev -name mnist.pt"
     found = engine.run("docker", "run", "--rm", "--user=0", image, "bash", "-c", look).split()
     common = [f"common/{path.name}" for path in (ROOT / "common").iterdir() if path.is_file()]
@@ -159,23 +150,15 @@ def test_the_image_holds_the_code_but_no_secret_and_no_data(engine, image):
 def test_a_build_with_changed_code_takes_the_dependencies_from_the_cache(engine, project, image):
     changed = shutil.copytree(project, project.with_name("changed"))
     (changed / "08_docker/train.py").write_text("changed")
-    dockerfile = changed / "08_docker/Dockerfile"
-    build = ["docker", "build", "--tag=changed", f"--file={dockerfile}", changed]
-    engine.run(*build, DOCKER_BUILDKIT="1")
+    build = "docker build --tag=changed --file=08_docker/Dockerfile ."
+    engine.run(*build.split(), folder=changed)
     images = json.loads(engine.run("docker", "image", "inspect", image, "changed"))
     before, after = [facts["RootFS"]["Layers"] for facts in images]
     assert before[:-2] == after[:-2]  # all but those of train.py and of WORKDIR
     assert before[-2] != after[-2]
 
 
-# What a container may do: write to its volume, run what it has compiled, and nothing else
-LOOK = r"""
-touch /work/here && rm /work/here
-printf '#!/bin/sh\necho executable' > /tmp/program && chmod +x /tmp/program && /tmp/program
-df --output=size --block-size=M /dev/shm | tail -n 1
-for file in /file /app/file /home/file; do touch $file 2>&1; done
-true
-"""
+LOOK = "touch /work/here && rm /work/here && df --output=size --block-size=M /dev/shm | tail -n 1"
 
 
 def stop_and_resume(engine, start, volume):
@@ -185,13 +168,12 @@ def stop_and_resume(engine, start, volume):
     containers = engine.run("docker", "ps", "--quiet").split()
     processes = "".join(engine.run("docker", "top", container) for container in containers)
     facts = json.loads(engine.run("docker", "inspect", *containers))
-    lines = engine.run("docker", "exec", containers[0], "bash", "-c", LOOK).splitlines()
+    shared_memory = engine.run("docker", "exec", containers[0], "bash", "-c", LOOK).strip()
     engine.run("docker", "stop", *containers)
     assert len(re.findall(r"python\S* -u /app/train\.py", processes)) == 2, processes
     assert {each["Config"]["User"] for each in facts} == {f"{USER}:{USER}"}
-    assert {each["Config"]["StopTimeout"] for each in facts} == {60}
-    assert lines[0] == "executable" and lines[1].strip() == "1024M", lines
-    assert len(lines) == 5 and all("Read-only file system" in line for line in lines[2:]), lines
+    assert {each["Config"]["StopTimeout"] for each in facts} == {120}
+    assert shared_memory == "1024M"
     first, rest = first.finish(), start().finish()
     progress = r"after \d+ of 16 epochs and \d+ of 1260 images"
     stop = re.search(f"stopped ({progress}); rerun the same command to", first.output)
@@ -206,11 +188,6 @@ def test_docker_stop_saves_and_the_same_command_resumes(engine, project, undistu
     first, rest = stop_and_resume(engine, lambda: train(engine, project, volume), volume)
     assert (first.code, rest.code) == (1, 0), (first, rest)  # 1: torchrun's
     assert equal(volume / "mnist.pt", undisturbed)
-    (volume / "checkpoint.pt").write_text("damaged")
-    result = train(engine, project, volume).finish()
-    assert result.code == 1, result
-    assert result.errors.count("error") == 1 and "Traceback" not in result.errors, result
-    assert "\nerror: --checkpoint checkpoint.pt: " in result.errors, result
 
 
 def test_two_containers_by_compose(engine, project, undisturbed, place):
@@ -219,7 +196,7 @@ def test_two_containers_by_compose(engine, project, undisturbed, place):
     user = {"USER_ID": str(USER), "GROUP_ID": str(USER), "PWD": str(volume)}
     settings = engine.environment(OPTIONS=" ".join(OPTIONS), **user)
     compose = ["docker-compose", "--file", project / "08_docker/compose.yaml"]
-    up = as_user(engine, volume, *compose, "up", "--no-color")
+    up = as_user(engine, volume, *compose, "up", "--build", "--no-color")
     first, rest = stop_and_resume(engine, lambda: Running(up, volume, **settings), volume)
     assert first.output.count("exited with code 1") == 2, first  # torchrun's
     assert rest.output.count("exited with code 0") == 2, rest

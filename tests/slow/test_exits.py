@@ -38,7 +38,8 @@ def start(tmp_path):
     def start(folder, *options, sigint="default", **settings):
         command = ["env", f"--{sigint}-signal=INT", "bash", "run.sh", *options]
         command += ["--data-dir", "common"]
-        settings = {"NPROC": "2", "OMP_NUM_THREADS": "1", **settings}
+        port = str(free_port())  # of 03
+        settings = {"NPROC": "2", "OMP_NUM_THREADS": "1", "MASTER_PORT": port, **settings}
         jobs.append(Running(command, copied(tmp_path, folder), **settings))
         return jobs[-1]
 
@@ -48,16 +49,15 @@ def start(tmp_path):
 
 
 def test_a_job_in_the_background_ends_when_run_sh_is_killed(start):
-    """All folders at once, as much of their start is waiting."""
+    """All folders at once, as much of their start is waiting. 02 and 03 also end by SIGKILL."""
     jobs = {}
     for folder in FOLDERS[1:6]:
-        script = ["pipeline.py"] if folder == "05_model_parallel" else []
-        jobs[folder] = start(folder, *script, *ENDLESS, sigint="ignore")
+        jobs[folder] = start(folder, *ENDLESS, sigint="ignore", SCRIPT="pipeline.py")  # of 05
     for folder, job in jobs.items():
         wait_for("epoch 1/", job)
-        job.process.terminate()
+        job.process.send_signal(signal.SIGKILL if folder in FOLDERS[1:3] else signal.SIGTERM)
         result = job.finish()  # which raises if it leaves a process
-        assert result.code == 75 if folder == "06_checkpointing" else result.code != 0, result
+        assert result.code != 0, result
 
 
 def test_ctrl_c_ends_a_job(start):
@@ -69,7 +69,7 @@ def test_ctrl_c_ends_a_job(start):
             os.killpg(job.process.pid, signal.SIGINT)
         result = job.finish()
         assert result.code != 0, result
-    assert (result.code, result.output.count("stopped after ")) == (75, 1), result
+    assert result.output.count("stopped after ") == 1, result
 
 
 def test_a_failing_rank_ends_the_job_and_shows_its_traceback(start, tmp_path):
@@ -80,16 +80,6 @@ def test_a_failing_rank_ends_the_job_and_shows_its_traceback(start, tmp_path):
         assert result.code != 0, result
         assert "RuntimeError: planted by the test" in result.errors, result
     assert not list(tmp_path.glob("*/mnist.pt"))
-
-
-def test_a_process_killed_twice_with_one_restart(start):
-    settings = {"RDZV_ENDPOINT": f"127.0.0.1:{free_port()}", "MAX_RESTARTS": "1"}
-    job = start("04_ddp_torchrun", *ENDLESS, **settings)
-    for times in (1, 2):
-        wait_for("epoch 1/", job, times=times)
-        job.kill("-u", "train.py")
-    result = job.finish()
-    assert result.code == 1 and "ChildFailedError" in result.errors, result
 
 
 def with_threads(project, script, *options):
@@ -126,7 +116,7 @@ def test_exits_without_a_word(script, tmp_path):
 def test_a_compiled_model_is_saved_with_the_plain_names(tmp_path):
     """aot_eager takes all steps of a compilation but the last, which needs a C++ compiler."""
     project = copied(tmp_path, "04_ddp_torchrun")
-    options = ["--epochs", 3, "--data-dir", "common", "--compile", "--accumulate", 2]
+    options = ["--epochs", 3, "--data-dir", "common", "--compile"]
     settings = {"COMPILE_BACKEND": "aot_eager", **WITNESS}
     result = run_ranks("train.py", 2, *options, cwd=project, **settings)
     check_trained(result, project, ranks=1, at_least=0.5)  # ranks are counted in quick tests

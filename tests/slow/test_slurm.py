@@ -2,15 +2,17 @@
 
 import os
 import re
+import shutil
 import time
 
 import pytest
 from helpers import (
+    IGNORED,
     ROOT,
     WITNESS,
-    copy_project,
     edit,
     equal,
+    fewer_digits,
     processes,
     run_ranks,
     wait_until,
@@ -108,13 +110,21 @@ class Job:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A copy with dropout and few digits, which trains slowly where there is a file "slow"."""
+    """A copy with dropout and few digits, which trains slowly where there is a file "slow".
+
+    Its batch script is edited as its user does, for nodes with two cores and no GPU.
+    """
     project = tmp_path_factory.mktemp("slurm") / "a project"
-    copy_project(project, FOLDER / "train.py", "run.sh")
+    for folder in ("04_ddp_torchrun", "07_slurm", "common"):
+        shutil.copytree(ROOT / folder, project / folder, ignore=IGNORED)
+    fewer_digits(project)
     with_dropout(project)
-    line = "indices = torch.frombuffer"
-    sleep = "import time; time.sleep(0.5 if os.path.exists('slow') else 0)"
-    edit(project, "common/data.py", (line, f"{sleep}\n        {line}"))
+    line = "            nn.utils.clip_grad_norm_("
+    sleep = "            time.sleep(1.2 if os.path.exists('slow') else 0)\n"
+    edit(project, "07_slurm/train.py", (line, f"{sleep}{line}"))
+    (gpus,) = re.findall("#SBATCH --gpus-per-node.*\n", (FOLDER / "run.sh").read_text())
+    changes = [(gpus, ""), ("--cpus-per-task=16", "--cpus-per-task=2"), ("NPROC:-gpu", "NPROC:-1")]
+    edit(project, "07_slurm/run.sh", *changes)
     return project
 
 
@@ -123,56 +133,57 @@ def undisturbed(project, tmp_path_factory):
     """The weights of two ranks that nothing disturbs, without Slurm."""
     folder = tmp_path_factory.mktemp("undisturbed")
     options = ["--data-dir", project / "common", *OPTIONS]
-    result = run_ranks(project / "train.py", 2, *options, cwd=folder)
+    result = run_ranks(project / "07_slurm/train.py", 2, *options, cwd=folder)
     assert result.code == 0, result
     return folder / "mnist.pt"
 
 
-def submit(cluster, project, folder, **settings):
-    """Submit a job of two nodes with one process each; `bash` does it by sbatch."""
-    command = ["bash", project / "run.sh", "--data-dir", project / "common", *OPTIONS]
-    settings |= {"NPROC": "1", "OMP_NUM_THREADS": "1"}
-    return Job(cluster, folder, *command, **settings)
+def submit(cluster, project, folder, *options, **settings):
+    """Submit a job of two nodes from a folder that looks like the repository's root."""
+    for name in ("04_ddp_torchrun", "07_slurm", "data"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(project / name.replace("data", "common"))
+    settings["OMP_NUM_THREADS"] = "1"
+    return Job(cluster, folder, "sbatch", "07_slurm/run.sh", *options, **settings)
 
 
 def test_by_hand_in_an_allocation(cluster, project, tmp_path):
     """The commands of the script's docstring: four ranks by torchrun, and the same four by srun."""
     docstring = (FOLDER / "train.py").read_text().split('"""')[1]
     allocate = re.search(r"\((salloc .*)\)", docstring)[1].split()
-    commands = docstring.split("process:\n")[1]
-    for name in ("torchrun", "srun"):
+    parts = docstring.split("process:\n")[1].split("07_slurm/train.py")
+    commands = parts.pop(0)
+    for name, rest in zip(("torchrun", "srun"), parts, strict=True):
         options = f"--data-dir '{project}/common' --output {name}.pt --checkpoint {name}-run.pt"
-        command = f"'{project}/train.py' {options} {' '.join(map(str, OPTIONS))}"
-        commands = commands.replace("07_slurm/train.py", command, 1)
+        options += f" {' '.join(map(str, OPTIONS))}"
+        commands += f"'{project}/07_slurm/train.py' {options}{rest}"
     settings = {"OMP_NUM_THREADS": "1", "WITNESS": str(tmp_path / "witness"), **WITNESS}
     allocate += ["bash", "-euc", commands]
     output = cluster.run(*allocate, folder=tmp_path, limit=300, **settings)
     epochs = re.findall(r"^epoch \d/2  loss [\d.]+  accuracy [\d.]+ ", output, re.M)
     assert len(epochs) == 4 and epochs[:2] == epochs[2:], output
     assert equal(tmp_path / "torchrun.pt", tmp_path / "srun.pt")
-    witness = [line.split() for line in (tmp_path / "witness").read_text().splitlines()]
-    assert {(rank, world_size) for rank, world_size, _ in witness} == {(r, "4") for r in "0123"}
+    witness = [line.split()[:2] for line in (tmp_path / "witness").read_text().splitlines()]
+    assert {tuple(ranks) for ranks in witness} == {(rank, "4") for rank in "0123"}
 
 
 def test_a_failing_rank_fails_the_job(cluster, project, tmp_path):
     faulty = {**WITNESS, "WITNESS": str(tmp_path / "witness"), "FAULTY_RANK": "1"}
-    job = submit(cluster, project, tmp_path, **faulty)
+    job = submit(cluster, project, tmp_path, *OPTIONS, **faulty)
     state, code = job.finish()
     assert state == "FAILED" and code != "0:0", job
     assert "RuntimeError: planted by the test" in job.log(), job
     assert job.record()["Restarts"] == "0" and "requeueing" not in job.log(), job
 
 
-def test_the_selftest_by_the_same_batch_script(cluster, tmp_path):
-    """README's command; Slurm's record of the job has what the script's header says."""
-    for folder in ("04_ddp_torchrun", "07_slurm"):
-        (tmp_path / folder).symlink_to(ROOT / folder)
-    settings = {"SCRIPT": "04_ddp_torchrun/selftest.py"}
-    job = Job(cluster, tmp_path, "sbatch", "07_slurm/run.sh", **settings)
+def test_the_selftest_by_the_same_batch_script(cluster, project, tmp_path):
+    """Slurm's record of the job has what the script's header says, in spite of its comments."""
+    settings = {"SCRIPT": "04_ddp_torchrun/selftest.py", "NPROC": "2"}
+    job = submit(cluster, project, tmp_path, **settings)
     assert job.finish() == DONE, job
     assert re.search(r"^OK: all checks passed on 4 ranks on (h0, h1|h1, h0)$", job.log(), re.M), job
     header = {"JobName": "mnist", "Requeue": "1", "NumNodes": "2", "CPUs/Task": "2"}
-    header |= {"TimeLimit": "01:00:00", "MinMemoryNode": "3G", "NtasksPerN:B:S:C": "1:0:*:*"}
+    header |= {"TimeLimit": "01:00:00", "NtasksPerN:B:S:C": "1:0:*:*"}
     header |= {"StdOut": str(tmp_path / f"mnist-{job.id}.log")}
     assert job.record().items() >= header.items(), job
 
@@ -188,7 +199,7 @@ def start(cluster, project, folder, **settings):
     """Submit a job that trains slowly, and return when it has saved a checkpoint."""
     folder.mkdir(exist_ok=True)
     (folder / "slow").touch()
-    job = submit(cluster, project, folder, **settings)
+    job = submit(cluster, project, folder, *OPTIONS, **settings)
     wait_for_a_save(job)
     return job
 
@@ -208,8 +219,8 @@ def check_resumes(job, undisturbed, stops=1, log=""):
 def test_preempted(cluster, project, undisturbed, tmp_path):
     """With a grace time rank 0 requeues the job, without one Slurm does."""
     jobs = [
-        start(cluster, project, tmp_path / partition, SBATCH_PARTITION=partition, LAUNCHER=launcher)
-        for partition, launcher in (("grace", "torchrun"), ("main", "srun"))
+        start(cluster, project, tmp_path / partition, SBATCH_PARTITION=partition)
+        for partition in ("grace", "main")
     ]
     urgent = ["--partition=urgent", "--exclusive", "--nodes=2", "--wrap=true"]
     assert Job(cluster, tmp_path, "sbatch", *urgent).finish() == DONE
@@ -221,7 +232,7 @@ def test_preempted(cluster, project, undisturbed, tmp_path):
 
 def test_out_of_time(cluster, project, undisturbed, tmp_path):
     """Slurm looks every 30 s, and sends the signal early rather than late: after 20 to 50 s."""
-    settings = {"LAUNCHER": "srun", "SBATCH_TIMELIMIT": "1", "SBATCH_SIGNAL": "TERM@10"}
+    settings = {"SBATCH_TIMELIMIT": "1", "SBATCH_SIGNAL": "TERM@10"}
     job = start(cluster, project, tmp_path, **settings)
     job.wait_for_state("PENDING")
     assert f"\nrequeueing job {job.id}\n" in job.log(), job
@@ -247,5 +258,5 @@ def test_requeued_by_its_user_then_without_a_node_then_cancelled(
     job.wait_for_state("CANCELLED")
     wait_until(lambda: not processes(str(tmp_path)))
     assert "requeueing" not in job.log(), job
-    again = submit(cluster, project, tmp_path)
+    again = submit(cluster, project, tmp_path, *OPTIONS)
     check_resumes(again, undisturbed, stops=3, log=job.log())

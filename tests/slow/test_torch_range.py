@@ -22,14 +22,11 @@ TESTS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "version", "summary"),
-    [
-        ("TORCH_OLDEST_PYTHON", r"2\.6\.0", r"9 passed, 1 skipped"),
-        ("TORCH_NEWEST_PYTHON", r"2\.(?!6\.)\d+\.\d+", r"10 passed"),
-    ],
-)
-def test_scripts_and_launch_files(name, version, summary, tmp_path):
+@pytest.mark.parametrize(("name", "version", "skipped"), [
+    ("TORCH_OLDEST_PYTHON", r"2\.6\.0", 1),  # pipeline.py needs a newer one
+    ("TORCH_NEWEST_PYTHON", r"2\.(?!6\.)\d+\.\d+", 0),
+])
+def test_scripts_and_launch_files(name, version, skipped, tmp_path):
     python = os.environ.get(name)
     if not python:
         pytest.skip(f"{name} is not set")
@@ -39,4 +36,5 @@ def test_scripts_and_launch_files(name, version, summary, tmp_path):
     command = [python, "-m", "pytest", "-rA", f"--basetemp={tmp_path}/tests"]
     tests = [f"{ROOT}/tests/{test}" for test in TESTS]
     result = run([*command, *tests], tmp_path, limit=900, **settings)
-    assert result.code == 0 and re.search(rf"^=+ {summary} in", result.output, re.M), result
+    assert result.code == 0, result  # pytest also ends with an error if one of them does not exist
+    assert len(re.findall("^SKIPPED ", result.output, re.M)) == skipped, result

@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, run
+from helpers import ROOT, bare_tools, run, torchrun
 from test_common import in_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -67,8 +67,8 @@ def gradients_are_copies_of_buckets(rank):
 
 def sync_batch_norm_on_the_cpu(rank):
     net = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(1)))
-    with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
-        net(torch.ones(2, 1, 2, 2))
+    with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules"):
+        DDP(net)
 
 
 def slowly(batch):
@@ -91,31 +91,39 @@ def a_worker_gets_sigterm(rank):
 
 
 HERE = {  # the first words of a symptom: what shows it
+    "`SyncBatchNorm layers": sync_batch_norm_on_the_cpu,
     "a collective times out": the_ranks_disagree_on_the_collective,
     "a hang at the end of an epoch": a_collective_of_one_rank,
     "`Expected to have finished": parameters_without_a_part_in_the_loss,
     "gradients take twice": gradients_are_copies_of_buckets,
-    "`SyncBatchNorm expected": sync_batch_norm_on_the_cpu,
     "`DataLoader worker": a_worker_gets_sigterm,
 }
 ELSEWHERE = {  # the test that shows it
+    "`KeyError: 'RANK'`": "slow/test_troubleshooting.py::test_without_a_launcher",
+    "`error: unrecognized arguments`": "slow/test_troubleshooting.py::test_wrong_options",
+    "`batch_size should be": "slow/test_troubleshooting.py::test_wrong_options",
+    "`No module named 'torch'`": "slow/test_troubleshooting.py::test_run_sh_without",
+    "`NODE_RANK: unbound": "slow/test_troubleshooting.py::test_run_sh_without",
     "the start hangs, then fails": "slow/test_hosts.py::test_nodes_that_cannot_connect",
     "`address already in use`": "slow/test_hosts.py::test_nodes_that_cannot_connect",
     "`Temporary failure": "slow/test_hosts.py::test_nodes_that_cannot_connect",
     "Gloo: `connectFullMesh":
-        "slow/test_hosts.py::test_selftest_where_host_names_resolve_to_loopback",
-    "`invalid device ordinal`":
-        "test_04_ddp_torchrun.py::test_needs_torchrun_and_a_gpu_per_process",
-    "the accuracy differs":
+        "slow/test_hosts.py::test_selftest",
+    "`MNIST is not in data":
+        "test_common.py::test_when_one_node_has_no_mnist_all_ranks_train_on_the_digits",
+    "a job prints nothing": "test_04_ddp_torchrun.py::test_sigusr1_prints_where_every_rank_is",
+    "`modified by an inplace": "slow/test_troubleshooting.py::test_two_forwards_and_one_backward",
+    "`ValueError: ... samples":
         "test_common.py::test_gather_and_exact_evaluation_on_1_2_3_and_7_processes",
-    "`operator torchvision::nms":
-        "test_common.py::test_torchvision_imports_whatever_build_of_torch_there_is",
-    "other losses than last time":
-        "test_04_ddp_torchrun.py::test_accumulated_micro_batches_take_the_steps_of_a_whole_batch",
-    "the same order of images":
-        "test_04_ddp_torchrun.py::test_gradients_are_synchronised_once_per_step_and_epochs_differ",
     "`terminate called":
         "slow/test_exits.py::test_no_thread_of_the_process_group_is_left_at_the_exit",
+    "a second copy of a run":
+        "slow/test_interruptions.py::test_without_its_launcher_a_run_saves_and_ends",
+    "the accuracy differs":
+        "test_common.py::test_gather_and_exact_evaluation_on_1_2_3_and_7_processes",
+    "other losses than last time":
+        "test_04_ddp_torchrun.py::test_two_ranks_take_the_steps_of_one_with_the_whole_batch",
+    "the same order of images": "test_04_ddp_torchrun.py::test_epochs_are_shuffled_differently",
     "names in the saved file":
         "slow/test_exits.py::test_a_compiled_model_is_saved_with_the_plain_names",
     "slower with more processes": "slow/test_troubleshooting.py::test_torchrun_sets_one_thread",
@@ -124,11 +132,14 @@ ELSEWHERE = {  # the test that shows it
 NOWHERE = {  # why a row is not reproduced
     "a node waits for over 60 s": "takes minutes",
     "after a cut link": "takes over ten minutes",
+    "`invalid device ordinal`": "needs GPUs",
     "every process uses memory of GPU 0": "needs GPUs",
     "out of memory on GPU 0": "needs GPUs",
     "it trains on the CPU although": "needs a GPU with an old driver",
     "only some of a node's GPUs": "needs GPUs",
+    "`operator torchvision::nms": "needs builds that do not match",
     "`--compile` on the CPU": "needs a virtual environment in such a path",
+    "a few % slower": "needs an idle machine",
 }
 
 
@@ -152,6 +163,59 @@ def in_group(rank, show, folder):
 @pytest.mark.parametrize("row", HERE)
 def test_is_seen_here(row, tmp_path):
     in_processes(in_group, 2, HERE[row], tmp_path)
+
+
+def test_without_a_launcher(tmp_path):
+    result = run([sys.executable, ROOT / "04_ddp_torchrun/train.py"], tmp_path)
+    assert result.code == 1 and result.errors.endswith("KeyError: 'RANK'\n"), result
+
+
+@pytest.mark.parametrize(("options", "error"), [
+    (["--rate", 1], "train.py: error: unrecognized arguments: --rate 1"),
+    (["--batch-size", 0], "ValueError: batch_size should be a positive integer value"),
+    (["--lr", -1], "ValueError: Invalid learning rate: -"),
+])
+def test_wrong_options(options, error, tmp_path):
+    """Each process reports it, unless torchrun, whose report comes last, has ended it before."""
+    options = ["--data-dir", ROOT / "common", *options]
+    result = torchrun(ROOT / "04_ddp_torchrun/train.py", 2, *options, cwd=tmp_path)
+    assert result.code == 1 and error in result.errors, result
+    assert result.errors.rindex("ChildFailedError") > result.errors.rindex(error), result
+
+
+@pytest.mark.parametrize(("tools", "settings", "error"), [
+    ({}, {}, "python: command not found"),
+    ({"python": f'exec "{sys.executable}" -S "$@"'}, {}, "No module named 'torch'"),
+    ({}, {"NPROC": "1"}, "exec: torchrun: not found"),
+    ({}, {"NPROC": "1", "NNODES": "2"}, "NODE_RANK: unbound variable"),
+    ({}, {"NPROC": "1", "NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR: unbound variable"),
+])
+def test_run_sh_without(tools, settings, error, tmp_path):
+    path = bare_tools(tmp_path / "tools", getconf="echo 2", **tools)
+    result = run(["bash", ROOT / "04_ddp_torchrun/run.sh"], tmp_path, PATH=path, **settings)
+    assert result.code and error in result.errors, result
+
+
+TWO_FORWARDS = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+model = nn.parallel.DistributedDataParallel(net, broadcast_buffers=len(sys.argv) == 1)
+(model(torch.rand(4, 2)) + model(torch.rand(4, 2))).sum().backward()
+"""
+
+
+def test_two_forwards_and_one_backward(tmp_path):
+    """On the oldest torch; since 2.13 at the latest it is allowed."""
+    python = os.environ.get("TORCH_OLDEST_PYTHON")
+    if not python:
+        pytest.skip("TORCH_OLDEST_PYTHON is not set")
+    (tmp_path / "gan.py").write_text(TWO_FORWARDS)
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    broadcast, cured = [run([*command, "gan.py", *cure], tmp_path) for cure in ([], ["cure"])]
+    assert broadcast.code and "modified by an inplace operation" in broadcast.errors, broadcast
+    assert cured.code == 0, cured
 
 
 def test_torchrun_sets_one_thread(tmp_path):

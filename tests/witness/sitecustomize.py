@@ -1,8 +1,8 @@
 """Python reads this file at its start if tests put its folder on PYTHONPATH.
 
 It records each rank's share of the loss and who saves, makes one rank fail, sends it a signal,
-counts Gloo's threads at the exit, or chooses what compiles a model: the scripts have no code for
-tests only.
+counts Gloo's threads at the exit, chooses what compiles a model, or declares what torchvision
+needs: the scripts have no code for tests only.
 """
 
 import os
@@ -20,8 +20,8 @@ if "WITNESS" in os.environ:
     def all_reduce(tensor, *args, **kwargs):
         if str(dist.get_rank()) == os.environ.get("FAULTY_RANK"):
             raise RuntimeError("planted by the test")
-        if tensor.ndim == 0 and tensor.dtype == torch.float64:  # the loss
-            witness(repr(tensor.item()))
+        if tensor.shape == (2,) and tensor.dtype == torch.float64:  # sum of the losses, images
+            witness("{!r} {!r}".format(*tensor.tolist()))
         return real_all_reduce(tensor, *args, **kwargs)
 
     def save(*args, **kwargs):
@@ -64,3 +64,13 @@ if "COMPILE_BACKEND" in os.environ:
     import torch
 
     torch.compile = functools.partial(torch.compile, backend=os.environ["COMPILE_BACKEND"])
+
+if "TORCHVISION_OPERATORS" in os.environ:
+    import torch
+
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:  # its C++ extension is for another build of torch, and did not load
+        schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", schema)
