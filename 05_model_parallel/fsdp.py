@@ -151,10 +151,10 @@ def train(args):
     test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
     # 3. Model
-    copies = world_size // args.shards
-    mesh = init_device_mesh(device.type, (copies, args.shards), mesh_dim_names=("copy", "shard"))
-    if copies == 1:
-        mesh = mesh["shard"]  # MP-1: FSDP; several copies, each in shards, are HSDP
+    mesh = init_device_mesh(device.type, (world_size,))
+    if args.shards < world_size:  # MP-1: HSDP: several copies of the model, each in shards
+        sizes, names = (world_size // args.shards, args.shards), ("copy", "shard")
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     policy = MixedPrecisionPolicy()
     if args.amp:  # MP-3: the shards, the optimizer and the mean of the gradients stay in float32
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)

@@ -25,7 +25,7 @@ if "WITNESS" in os.environ:
         return real_all_reduce(tensor, *args, **kwargs)
 
     def save(content, *args, **kwargs):
-        if dist.is_initialized() and isinstance(content, dict):  # not in 01; DCP saves single values
+        if dist.is_initialized() and isinstance(content, dict):  # not DCP's single values
             witness("saves")
         return real_save(content, *args, **kwargs)
 
