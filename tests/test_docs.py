@@ -5,6 +5,7 @@ Diffs, patches and line counts are generated. After a change, write them into th
     REWRITE_DOCS=1 python -m pytest tests/test_docs.py
 """
 
+import json
 import os
 import re
 import shlex
@@ -50,7 +51,6 @@ NOT_RUN = {  # a pattern of commands, and why test_every_command_runs leaves the
     r"10\.0\.0\.1|/shared/": "needs a second machine; see test_the_commands_for_two_machines",
     r"cuda:0,cuda:1": "needs two GPUs",
     r"--compile": "needs a C++ compiler",
-    r" &$|kill \$!|tour\.pt": "runs in test_the_tour",
     r"pkill|python tests/": "is for a run of the reader's, or takes many minutes",
     r"sbatch|salloc|srun|scontrol": "needs Slurm",
     r"docker": "needs a container engine",
@@ -141,6 +141,12 @@ def test_links_and_files_exist(path):
 # What the scripts and the READMEs say about the same thing
 
 
+def test_the_releases_to_install():
+    required = (ROOT / "requirements.txt").read_text().split()
+    named = re.findall(r"torch\w*==[\d.]+", MAIN.read_text())
+    assert len(named) == 2 and set(named) <= set(required)
+
+
 def test_the_prose_is_plain_english():
     found = []
     for path in PROSE:
@@ -175,7 +181,8 @@ def test_the_patch_of_a_copy(folder):
 
 def test_the_score_of_a_regression():
     """Also where the labels are [N], from which [N, 1] would subtract to a matrix."""
-    (line,) = re.findall(r"`(correct\.append\(.*\*\* 2\))`", MAIN.read_text())
+    readme = ROOT / "04_ddp_torchrun/README.md"
+    (line,) = re.findall(r"`(correct\.append\(.*\*\* 2\))`", readme.read_text())
     images = torch.tensor([[1.0], [2.0], [4.0]])
     for labels in (torch.tensor([1.0, 0.0, 1.0]), torch.tensor([[1.0], [0.0], [1.0]])):
         exec(line, {"net": lambda images: images, "device": "cpu", "correct": (scores := []),
@@ -285,7 +292,7 @@ def parts(command):
     words = shlex.split(command.replace("$(", "").split("&&")[-1].removesuffix(" &"))
     is_script = re.compile(r"(.*/)?(0\d_\w+|my_project|/app)/(train|run|\w+)\.(py|sh)")
     place = next((n for n, word in enumerate(words) if is_script.fullmatch(word)), None)
-    if place is None or words[0] in ("git", "cp", "patch", "pkill", "grep"):
+    if place is None or words[0] in ("git", "diff", "cp", "patch", "pkill", "grep"):
         return None
     settings = dict(word.split("=", 1) for word in words[:place] if re.match(r"[A-Z_]+=", word))
     folder, name = words[place].rsplit("/", 1)
@@ -371,15 +378,22 @@ def test_the_figure_of_ranks_is_what_torchrun_does(tmp_path):
     assert all(local == gpu for _, local, gpu in columns)
 
 
-@pytest.mark.slow
-def test_the_tour(sandbox):
-    """All of it as one script, as it is pasted; few digits need more epochs and less time."""
-    (tour,) = blocks(sections(MAIN)["Ten-minute tour"], "bash")
-    assert tour.count("--epochs 10 ") == 2
-    tour = tour.replace("--epochs 10 ", "--epochs 30 ")
-    result = run(["bash", "-c", tour], sandbox, limit=600, OMP_NUM_THREADS="1")
-    seen = ("OK: all checks passed", "stopped after", "resuming from tour.pt, after", "+import gc")
-    assert result.code == 0 and all(words in result.output for words in seen), result
+def test_ddp_in_your_own_script(tmp_path):
+    """It prints what the README shows, and that is what DDP promises."""
+    text = sections(MAIN)["Add DDP to your own script"]
+    (program,), (shown,) = blocks(text, "python"), blocks(text, "text")
+    (tmp_path / "ddp.py").write_text(program)
+    result = run_ranks("ddp.py", 2, cwd=tmp_path)
+    assert result.code == 0 and sorted(result.output.splitlines()) == shown.splitlines(), result
+    line = r"epoch (\d), rank \d: inputs (\[.*\]), gradient (\S+), after the all-reduce (\S+)"
+    found = [(epoch, json.loads(inputs), float(own), float(averaged))
+             for epoch, inputs, own, averaged in re.findall(line, shown)]
+    for one, other in zip(found[::2], found[1::2], strict=True):
+        assert one[0] == other[0] and sorted(one[1] + other[1]) == [1, 2, 3, 4]
+        assert one[3] == other[3] == (one[2] + other[2]) / 2
+    weights = [own / (2 * sum(x * x for x in inputs) / len(inputs)) for _, inputs, own, _ in found]
+    assert weights == [1, 1, 0.85, 0.85]  # equal on both ranks; 1 - 0.01 * 15
+    assert torch.load(tmp_path / "best.pt", weights_only=True).keys() == {"weight"}
 
 
 def test_the_programs_in_the_readmes(tmp_path):
@@ -407,14 +421,13 @@ def test_the_programs_in_the_readmes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", READMES, ids=label)
 def test_every_command_runs(path, sandbox):
-    """Those that other READMEs show as well are run with the first of them, the tour's above."""
+    """Those that other READMEs show as well are run with the first of them."""
     earlier = [command for each in READMES[: READMES.index(path)] for command in commands(each)]
-    earlier += blocks(sections(MAIN)["Ten-minute tour"], "bash")[0].splitlines()
     for command in commands(path):
         if command in earlier or any(re.search(pattern, command) for pattern in NOT_RUN):
             continue
         result = run(["bash", "-c", command], sandbox, limit=300, OMP_NUM_THREADS="1")
-        expected = 1 if command.startswith("git") else 0  # 1: there are differences
+        expected = 1 if command.startswith(("git", "diff")) else 0  # 1: there are differences
         assert result.code == expected, result
         if parts(command) and "selftest" not in command:
             # 06 and fsdp.py, a second time

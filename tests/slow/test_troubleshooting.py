@@ -1,4 +1,4 @@
-"""README's troubleshooting table: each row is reproduced here or by another test, or by none."""
+"""The troubleshooting tables: each row is reproduced here or by another test, or by none."""
 
 import os
 import re
@@ -142,8 +142,6 @@ ELSEWHERE = {  # the test that shows it
         "test_common.py::test_gather_and_exact_evaluation_on_1_2_3_and_7_processes",
     "`terminate called":
         "slow/test_exits.py::test_no_thread_of_the_process_group_is_left_at_the_exit",
-    "a second copy of a run":
-        "slow/test_interruptions.py::test_without_its_launcher_a_run_saves_and_ends",
     "the accuracy differs":
         "test_common.py::test_gather_and_exact_evaluation_on_1_2_3_and_7_processes",
     "other losses than last time":
@@ -154,11 +152,9 @@ ELSEWHERE = {  # the test that shows it
     "exit code −9": "slow/test_troubleshooting.py::test_the_report_of_torchrun",
     "torchrun's report": "slow/test_troubleshooting.py::test_the_report_of_torchrun",
     "slower with more processes": "slow/test_troubleshooting.py::test_torchrun_sets_one_thread",
-    "in a container": "slow/test_troubleshooting.py::test_too_little_shared_memory_and_enough",
 }
 NOWHERE = {  # why a row is not reproduced
     "a node waits for over 60 s": "takes minutes",
-    "after a cut link": "takes over ten minutes",
     "`invalid device ordinal`": "needs GPUs",
     "every process uses memory of GPU 0": "needs GPUs",
     "out of memory on GPU 0": "needs GPUs",
@@ -178,8 +174,11 @@ NOWHERE = {  # why a row is not reproduced
 
 
 def test_each_row_is_accounted_for():
-    table = (ROOT / "README.md").read_text().split("\n## Troubleshooting\n")[1].split("\n## ")[0]
-    symptoms = re.findall(r"^\| (?!symptom|---)(.*?) \|", table, re.M)
+    main, of_04 = ((ROOT / name / "README.md").read_text() for name in (".", "04_ddp_torchrun"))
+    tables = main.split("\n## Troubleshooting\n")[1].split("\n## ")[0]
+    for section in ("### If they do not connect", "## Find a hang"):
+        tables += of_04.split(f"\n{section}\n")[1].split("\n## ")[0]
+    symptoms = re.findall(r"^\| (?!symptom|---)(.*?) \|", tables, re.M)
     rows = [*HERE, *ELSEWHERE, *NOWHERE]
     for symptom in symptoms:
         assert sum(symptom.startswith(row) for row in rows) == 1, symptom
