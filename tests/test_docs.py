@@ -1,15 +1,19 @@
-"""The READMEs are true: commands, options, defaults, diffs, steps, links and expected output.
+"""The READMEs are true: commands, options, defaults, diffs, links and expected output.
 
 Diffs, patches and line counts are generated. After a change, write them into the READMEs with
 
     REWRITE_DOCS=1 python -m pytest tests/test_docs.py
 """
 
+import itertools
 import json
 import os
 import re
 import shlex
 import subprocess
+import sys
+import textwrap
+from collections import Counter
 
 import network
 import pytest
@@ -35,10 +39,12 @@ READMES = [MAIN, *(ROOT / folder / "README.md" for folder in FOLDERS), ROOT / "t
 PROSE = [*READMES, *(path for kind in ("py", "sh", "yaml") for path in ROOT.glob(f"0*/*.{kind}"))]
 PROSE += [*ROOT.glob("common/*.py"), ROOT / "08_docker/Dockerfile"]
 COPIES = {"04_ddp_torchrun": "04_resnet18.patch", "06_checkpointing": "06_language_model.patch"}
-SECTIONS = ["Run", "Expected output", "What changed", "Steps", "Pitfalls", "Copy it"]
+CHANGES = "What changes, step by step"
+SECTIONS = ["Run", "Expected output", CHANGES, "Pitfalls", "Copy it"]
 LAUNCHERS = ("python ", "torchrun ", "export TORCH_", "sbatch ", "salloc ", "docker ")
 LEARNED = 1.5  # a loss: it begins at 2.3, and label smoothing keeps it above 0.5
 OPTION = re.compile("--[a-z-]+")
+HUNK = re.compile(r"^@@ \S+ \+(\d+),?(\d*) @@.*\n((?:[-+].*\n)*)", re.M)
 NOT_ENGLISH = (  # what nobody says, or what programs do not do
     r"\bshall\b|\bgo(es|ing)? on\b|\banew\b|\bfor nothing\b|\bwho is who\b|\bbut for\b"
     r"|\bof (its|their|one's) own\b(?! [-\w])|\bbeside\b|\b(that|those) of\b"
@@ -104,8 +110,9 @@ def git_diff(*arguments):
 def test_the_sections_the_plain_command_the_expected_output_and_what_is_copied(folder):
     path = ROOT / folder / "README.md"
     found = [name.split(":")[0] for name in sections(path)]  # Copy it: 04 with your own model
-    assert [name for name in found if name in SECTIONS] == SECTIONS
-    assert (found[0], found[-1]) == ("Run", "Copy it")
+    expected = [name for name in SECTIONS if name != CHANGES or not folder.startswith("05")]
+    assert [name for name in found if name in expected] == expected
+    assert found[-1] == "Copy it"
     assert commands(path)[0].startswith(LAUNCHERS)
     shown = blocks(sections(path)["Expected output"], "text")[0]
     lines = [line for line in shown.splitlines() if not line.startswith("job ")]
@@ -156,17 +163,76 @@ def test_the_prose_is_plain_english():
     assert not found
 
 
-@pytest.mark.parametrize("folder", SHOWN)
-def test_the_diff(folder, tmp_path):
-    """All of it, below the docstrings."""
+def diff_of(folder, tmp_path):
+    """git's hunks between a script and the one that its README compares it with, no docstrings."""
     for name in (SHOWN[folder], folder):
         text = (ROOT / name / "train.py").read_text()
         (tmp_path / name).write_text(text.split('"""', 2)[2])
     text = git_diff("--unified=0", tmp_path / SHOWN[folder], tmp_path / folder)
-    text = re.sub(r"(?m)^@@ .*? @@", "@@", text[text.index("@@ ") :])
+    return text[text.index("@@ ") :]
+
+
+def hunks(folder, tmp_path):
+    """The same as pairs of a mark and a text: a hunk of several marks is divided.
+
+    A line without a mark has the one of the nearest line above it. If the last line opens a block,
+    the line below it is shown as well, as -w hides that it is indented.
+    """
+    diff = diff_of(folder, tmp_path)
+    script = (tmp_path / folder).read_text().splitlines()
+    mark, place, of_line = None, "", []
+    for line in script:
+        mark = (marks(line, folder) or [mark])[0]
+        if line.startswith(("def ", "class ")):
+            place = f" {line.split('  #')[0]}"
+        of_line.append((mark, place if line.startswith(" ") else ""))
+    for first, length, body in HUNK.findall(diff):
+        removed = [line for line in body.splitlines() if line.startswith("-")]
+        first = int(first) - 1
+        added = range(first, first + int(length or 1))
+        assert added, f"only removed: {removed}"
+        for mark, numbers in itertools.groupby(added, lambda number: of_line[number][0]):
+            numbers = list(numbers)
+            lines = [f"@@{of_line[numbers[0]][1]}", *removed]
+            lines += [f"+{script[number]}" for number in numbers]
+            removed = []
+            below = script[numbers[-1] + 1]
+            opens = lines[-1].split("  #")[0].endswith(":") and numbers[-1] == added[-1]
+            if opens and not below.lstrip().startswith("#"):
+                lines.append(f" {below}")
+            yield mark, re.sub(r"(\n\+)+\n$", "\n", "\n".join([*lines, ""]))
+
+
+def changes(lines):
+    """How often each line that is not empty is added or removed."""
+    return Counter(line for line in lines if line[0] in "+-" and line[1:].strip())
+
+
+@pytest.mark.parametrize("folder", SHOWN)
+def test_each_mark_shows_its_own_hunks(folder, tmp_path):
+    """A heading names one mark or several, as "DDP-1: join" or "DDP-2 to DDP-5: as in 04"."""
     readme = ROOT / folder / "README.md"
-    (shown,) = blocks(sections(readme)["What changed"], "diff")
-    hold(readme, shown, text)
+    text = sections(readme)[CHANGES]
+    generated = list(hunks(folder, tmp_path))
+    named = []
+    for heading, part in re.findall(r"^### (.*?): .*\n((?:(?!### ).*\n)*)", text, re.M):
+        family, numbers = heading.split("-")[0], list(map(int, re.findall(r"-(\d)", heading)))
+        numbers = range(numbers[0], numbers[-1] + 1) if " to " in heading else numbers
+        of_heading = [f"{family}-{number}" for number in numbers]
+        named += of_heading
+        (shown,) = blocks(part, "diff")
+        hold(readme, shown, "".join(hunk for mark, hunk in generated if mark in of_heading))
+        prose = re.sub(r"(?s)<details>.*?</details>|```diff.*?```", "", part)
+        assert prose.strip(), f"no sentence about {heading}"
+    assert sorted(set(named)) == sorted({mark for mark, _ in generated})
+    assert len(set(named)) == len(named)
+
+
+@pytest.mark.parametrize("folder", SHOWN)
+def test_the_hunks_together_are_the_whole_diff(folder, tmp_path):
+    """No page drops a line: counted in what git prints, without the code above."""
+    shown = "".join(blocks(sections(ROOT / folder / "README.md")[CHANGES], "diff"))
+    assert changes(shown.splitlines()) == changes(diff_of(folder, tmp_path).splitlines())
 
 
 @pytest.mark.parametrize("folder", COPIES)
@@ -197,20 +263,29 @@ def test_the_number_of_added_lines(folder):
     hold(MAIN, row, re.sub(r"\d+ \|$", f"{added or 0} |", row))
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_the_steps(folder):
-    """The steps are those of the script; the table may leave some of them to 04's, by a link."""
-    text = sections(ROOT / folder / "README.md")["Steps"]
+def test_the_steps_of_05():
+    """Which has no base, so its table names the lines."""
+    folder = "05_model_parallel"
     script = (ROOT / folder / "train.py").read_text()
-    listed = [(row["mark"], row["line"].strip("`")) for row in rows(text)]
-    in_script = {mark for line in code(folder) for mark in marks(line, folder)}
-    if "[04's](../04_ddp_torchrun/#steps)" in text:
-        others = rows(sections(ROOT / "04_ddp_torchrun/README.md")["Steps"])
-        left = in_script - {mark for mark, _ in listed}
-        listed += [(row["mark"], row["line"].strip("`")) for row in others if row["mark"] in left]
-    assert {mark for mark, _ in listed} == in_script
+    listed = [(row["mark"], row["line"].strip("`"))
+              for row in rows(sections(ROOT / folder / "README.md")["Steps"])]
+    assert {mark for mark, _ in listed} == {mark for line in code(folder)
+                                            for mark in marks(line, folder)}
     for _, line in listed:
         assert line in script, line
+
+
+def test_the_lines_of_dataparallel():
+    (shown,) = blocks(sections(ROOT / "01_dataparallel/README.md")[CHANGES], "python")
+    assert textwrap.indent(shown, "    ") in (ROOT / "01_dataparallel/train.py").read_text()
+
+
+def test_the_smallest_form_of_02(tmp_path):
+    (program,) = blocks(sections(ROOT / "02_ddp_spawn/README.md")["The smallest form"], "python")
+    (shown,) = blocks(sections(ROOT / "02_ddp_spawn/README.md")["The smallest form"], "text")
+    (tmp_path / "small.py").write_text(program.replace("29500", str(free_port())))
+    result = run([sys.executable, "small.py"], tmp_path)
+    assert result.code == 0 and sorted(result.output.splitlines()) == shown.splitlines(), result
 
 
 def test_the_predicted_seconds_per_all_reduce():
