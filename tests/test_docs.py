@@ -1,14 +1,19 @@
-"""The READMEs are true: commands, options, defaults, diffs, steps, links and expected output.
+"""The READMEs are true: commands, options, defaults, diffs, links and expected output.
 
 Diffs, patches and line counts are generated. After a change, write them into the READMEs with
 
     REWRITE_DOCS=1 python -m pytest tests/test_docs.py
 """
 
+import itertools
+import json
 import os
 import re
 import shlex
 import subprocess
+import sys
+import textwrap
+from collections import Counter
 
 import network
 import pytest
@@ -34,10 +39,12 @@ READMES = [MAIN, *(ROOT / folder / "README.md" for folder in FOLDERS), ROOT / "t
 PROSE = [*READMES, *(path for kind in ("py", "sh", "yaml") for path in ROOT.glob(f"0*/*.{kind}"))]
 PROSE += [*ROOT.glob("common/*.py"), ROOT / "08_docker/Dockerfile"]
 COPIES = {"04_ddp_torchrun": "04_resnet18.patch", "06_checkpointing": "06_language_model.patch"}
-SECTIONS = ["Run", "Expected output", "What changed", "Steps", "Pitfalls", "Copy it"]
+CHANGES = "What changes, step by step"
+SECTIONS = ["Run", "Expected output", CHANGES, "Pitfalls", "Copy it"]
 LAUNCHERS = ("python ", "torchrun ", "export TORCH_", "sbatch ", "salloc ", "docker ")
 LEARNED = 1.5  # a loss: it begins at 2.3, and label smoothing keeps it above 0.5
 OPTION = re.compile("--[a-z-]+")
+HUNK = re.compile(r"^@@ \S+ \+(\d+),?(\d*) @@.*\n((?:[-+].*\n)*)", re.M)
 NOT_ENGLISH = (  # what nobody says, or what programs do not do
     r"\bshall\b|\bgo(es|ing)? on\b|\banew\b|\bfor nothing\b|\bwho is who\b|\bbut for\b"
     r"|\bof (its|their|one's) own\b(?! [-\w])|\bbeside\b|\b(that|those) of\b"
@@ -50,7 +57,6 @@ NOT_RUN = {  # a pattern of commands, and why test_every_command_runs leaves the
     r"10\.0\.0\.1|/shared/": "needs a second machine; see test_the_commands_for_two_machines",
     r"cuda:0,cuda:1": "needs two GPUs",
     r"--compile": "needs a C++ compiler",
-    r" &$|kill \$!|tour\.pt": "runs in test_the_tour",
     r"pkill|python tests/": "is for a run of the reader's, or takes many minutes",
     r"sbatch|salloc|srun|scontrol": "needs Slurm",
     r"docker": "needs a container engine",
@@ -104,8 +110,9 @@ def git_diff(*arguments):
 def test_the_sections_the_plain_command_the_expected_output_and_what_is_copied(folder):
     path = ROOT / folder / "README.md"
     found = [name.split(":")[0] for name in sections(path)]  # Copy it: 04 with your own model
-    assert [name for name in found if name in SECTIONS] == SECTIONS
-    assert (found[0], found[-1]) == ("Run", "Copy it")
+    expected = [name for name in SECTIONS if name != CHANGES or not folder.startswith("05")]
+    assert [name for name in found if name in expected] == expected
+    assert found[-1] == "Copy it"
     assert commands(path)[0].startswith(LAUNCHERS)
     shown = blocks(sections(path)["Expected output"], "text")[0]
     lines = [line for line in shown.splitlines() if not line.startswith("job ")]
@@ -141,6 +148,12 @@ def test_links_and_files_exist(path):
 # What the scripts and the READMEs say about the same thing
 
 
+def test_the_releases_to_install():
+    required = (ROOT / "requirements.txt").read_text().split()
+    named = re.findall(r"torch\w*==[\d.]+", MAIN.read_text())
+    assert len(named) == 2 and set(named) <= set(required)
+
+
 def test_the_prose_is_plain_english():
     found = []
     for path in PROSE:
@@ -150,17 +163,76 @@ def test_the_prose_is_plain_english():
     assert not found
 
 
-@pytest.mark.parametrize("folder", SHOWN)
-def test_the_diff(folder, tmp_path):
-    """All of it, below the docstrings."""
+def diff_of(folder, tmp_path):
+    """git's hunks between a script and the one that its README compares it with, no docstrings."""
     for name in (SHOWN[folder], folder):
         text = (ROOT / name / "train.py").read_text()
         (tmp_path / name).write_text(text.split('"""', 2)[2])
     text = git_diff("--unified=0", tmp_path / SHOWN[folder], tmp_path / folder)
-    text = re.sub(r"(?m)^@@ .*? @@", "@@", text[text.index("@@ ") :])
+    return text[text.index("@@ ") :]
+
+
+def hunks(folder, tmp_path):
+    """The same as pairs of a mark and a text: a hunk of several marks is divided.
+
+    A line without a mark has the one of the nearest line above it. If the last line opens a block,
+    the line below it is shown as well, as -w hides that it is indented.
+    """
+    diff = diff_of(folder, tmp_path)
+    script = (tmp_path / folder).read_text().splitlines()
+    mark, place, of_line = None, "", []
+    for line in script:
+        mark = (marks(line, folder) or [mark])[0]
+        if line.startswith(("def ", "class ")):
+            place = f" {line.split('  #')[0]}"
+        of_line.append((mark, place if line.startswith(" ") else ""))
+    for first, length, body in HUNK.findall(diff):
+        removed = [line for line in body.splitlines() if line.startswith("-")]
+        first = int(first) - 1
+        added = range(first, first + int(length or 1))
+        assert added, f"only removed: {removed}"
+        for mark, numbers in itertools.groupby(added, lambda number: of_line[number][0]):
+            numbers = list(numbers)
+            lines = [f"@@{of_line[numbers[0]][1]}", *removed]
+            lines += [f"+{script[number]}" for number in numbers]
+            removed = []
+            below = script[numbers[-1] + 1]
+            opens = lines[-1].split("  #")[0].endswith(":") and numbers[-1] == added[-1]
+            if opens and not below.lstrip().startswith("#"):
+                lines.append(f" {below}")
+            yield mark, re.sub(r"(\n\+)+\n$", "\n", "\n".join([*lines, ""]))
+
+
+def changes(lines):
+    """How often each line that is not empty is added or removed."""
+    return Counter(line for line in lines if line[0] in "+-" and line[1:].strip())
+
+
+@pytest.mark.parametrize("folder", SHOWN)
+def test_each_mark_shows_its_own_hunks(folder, tmp_path):
+    """A heading names one mark or several, as "DDP-1: join" or "DDP-2 to DDP-5: as in 04"."""
     readme = ROOT / folder / "README.md"
-    (shown,) = blocks(sections(readme)["What changed"], "diff")
-    hold(readme, shown, text)
+    text = sections(readme)[CHANGES]
+    generated = list(hunks(folder, tmp_path))
+    named = []
+    for heading, part in re.findall(r"^### (.*?): .*\n((?:(?!### ).*\n)*)", text, re.M):
+        family, numbers = heading.split("-")[0], list(map(int, re.findall(r"-(\d)", heading)))
+        numbers = range(numbers[0], numbers[-1] + 1) if " to " in heading else numbers
+        of_heading = [f"{family}-{number}" for number in numbers]
+        named += of_heading
+        (shown,) = blocks(part, "diff")
+        hold(readme, shown, "".join(hunk for mark, hunk in generated if mark in of_heading))
+        prose = re.sub(r"(?s)<details>.*?</details>|```diff.*?```", "", part)
+        assert prose.strip(), f"no sentence about {heading}"
+    assert sorted(set(named)) == sorted({mark for mark, _ in generated})
+    assert len(set(named)) == len(named)
+
+
+@pytest.mark.parametrize("folder", SHOWN)
+def test_the_hunks_together_are_the_whole_diff(folder, tmp_path):
+    """No page drops a line: counted in what git prints, without the code above."""
+    shown = "".join(blocks(sections(ROOT / folder / "README.md")[CHANGES], "diff"))
+    assert changes(shown.splitlines()) == changes(diff_of(folder, tmp_path).splitlines())
 
 
 @pytest.mark.parametrize("folder", COPIES)
@@ -175,7 +247,8 @@ def test_the_patch_of_a_copy(folder):
 
 def test_the_score_of_a_regression():
     """Also where the labels are [N], from which [N, 1] would subtract to a matrix."""
-    (line,) = re.findall(r"`(correct\.append\(.*\*\* 2\))`", MAIN.read_text())
+    readme = ROOT / "04_ddp_torchrun/README.md"
+    (line,) = re.findall(r"`(correct\.append\(.*\*\* 2\))`", readme.read_text())
     images = torch.tensor([[1.0], [2.0], [4.0]])
     for labels in (torch.tensor([1.0, 0.0, 1.0]), torch.tensor([[1.0], [0.0], [1.0]])):
         exec(line, {"net": lambda images: images, "device": "cpu", "correct": (scores := []),
@@ -190,20 +263,29 @@ def test_the_number_of_added_lines(folder):
     hold(MAIN, row, re.sub(r"\d+ \|$", f"{added or 0} |", row))
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_the_steps(folder):
-    """The steps are those of the script; the table may leave some of them to 04's, by a link."""
-    text = sections(ROOT / folder / "README.md")["Steps"]
+def test_the_steps_of_05():
+    """Which has no base, so its table names the lines."""
+    folder = "05_model_parallel"
     script = (ROOT / folder / "train.py").read_text()
-    listed = [(row["mark"], row["line"].strip("`")) for row in rows(text)]
-    in_script = {mark for line in code(folder) for mark in marks(line, folder)}
-    if "[04's](../04_ddp_torchrun/#steps)" in text:
-        others = rows(sections(ROOT / "04_ddp_torchrun/README.md")["Steps"])
-        left = in_script - {mark for mark, _ in listed}
-        listed += [(row["mark"], row["line"].strip("`")) for row in others if row["mark"] in left]
-    assert {mark for mark, _ in listed} == in_script
+    listed = [(row["mark"], row["line"].strip("`"))
+              for row in rows(sections(ROOT / folder / "README.md")["Steps"])]
+    assert {mark for mark, _ in listed} == {mark for line in code(folder)
+                                            for mark in marks(line, folder)}
     for _, line in listed:
         assert line in script, line
+
+
+def test_the_lines_of_dataparallel():
+    (shown,) = blocks(sections(ROOT / "01_dataparallel/README.md")[CHANGES], "python")
+    assert textwrap.indent(shown, "    ") in (ROOT / "01_dataparallel/train.py").read_text()
+
+
+def test_the_smallest_form_of_02(tmp_path):
+    (program,) = blocks(sections(ROOT / "02_ddp_spawn/README.md")["The smallest form"], "python")
+    (shown,) = blocks(sections(ROOT / "02_ddp_spawn/README.md")["The smallest form"], "text")
+    (tmp_path / "small.py").write_text(program.replace("29500", str(free_port())))
+    result = run([sys.executable, "small.py"], tmp_path)
+    assert result.code == 0 and sorted(result.output.splitlines()) == shown.splitlines(), result
 
 
 def test_the_predicted_seconds_per_all_reduce():
@@ -285,7 +367,7 @@ def parts(command):
     words = shlex.split(command.replace("$(", "").split("&&")[-1].removesuffix(" &"))
     is_script = re.compile(r"(.*/)?(0\d_\w+|my_project|/app)/(train|run|\w+)\.(py|sh)")
     place = next((n for n, word in enumerate(words) if is_script.fullmatch(word)), None)
-    if place is None or words[0] in ("git", "cp", "patch", "pkill", "grep"):
+    if place is None or words[0] in ("git", "diff", "cp", "patch", "pkill", "grep"):
         return None
     settings = dict(word.split("=", 1) for word in words[:place] if re.match(r"[A-Z_]+=", word))
     folder, name = words[place].rsplit("/", 1)
@@ -371,15 +453,22 @@ def test_the_figure_of_ranks_is_what_torchrun_does(tmp_path):
     assert all(local == gpu for _, local, gpu in columns)
 
 
-@pytest.mark.slow
-def test_the_tour(sandbox):
-    """All of it as one script, as it is pasted; few digits need more epochs and less time."""
-    (tour,) = blocks(sections(MAIN)["Ten-minute tour"], "bash")
-    assert tour.count("--epochs 10 ") == 2
-    tour = tour.replace("--epochs 10 ", "--epochs 30 ")
-    result = run(["bash", "-c", tour], sandbox, limit=600, OMP_NUM_THREADS="1")
-    seen = ("OK: all checks passed", "stopped after", "resuming from tour.pt, after", "+import gc")
-    assert result.code == 0 and all(words in result.output for words in seen), result
+def test_ddp_in_your_own_script(tmp_path):
+    """It prints what the README shows, and that is what DDP promises."""
+    text = sections(MAIN)["Add DDP to your own script"]
+    (program,), (shown,) = blocks(text, "python"), blocks(text, "text")
+    (tmp_path / "ddp.py").write_text(program)
+    result = run_ranks("ddp.py", 2, cwd=tmp_path)
+    assert result.code == 0 and sorted(result.output.splitlines()) == shown.splitlines(), result
+    line = r"epoch (\d), rank \d: inputs (\[.*\]), gradient (\S+), after the all-reduce (\S+)"
+    found = [(epoch, json.loads(inputs), float(own), float(averaged))
+             for epoch, inputs, own, averaged in re.findall(line, shown)]
+    for one, other in zip(found[::2], found[1::2], strict=True):
+        assert one[0] == other[0] and sorted(one[1] + other[1]) == [1, 2, 3, 4]
+        assert one[3] == other[3] == (one[2] + other[2]) / 2
+    weights = [own / (2 * sum(x * x for x in inputs) / len(inputs)) for _, inputs, own, _ in found]
+    assert weights == [1, 1, 0.85, 0.85]  # equal on both ranks; 1 - 0.01 * 15
+    assert torch.load(tmp_path / "best.pt", weights_only=True).keys() == {"weight"}
 
 
 def test_the_programs_in_the_readmes(tmp_path):
@@ -407,14 +496,13 @@ def test_the_programs_in_the_readmes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", READMES, ids=label)
 def test_every_command_runs(path, sandbox):
-    """Those that other READMEs show as well are run with the first of them, the tour's above."""
+    """Those that other READMEs show as well are run with the first of them."""
     earlier = [command for each in READMES[: READMES.index(path)] for command in commands(each)]
-    earlier += blocks(sections(MAIN)["Ten-minute tour"], "bash")[0].splitlines()
     for command in commands(path):
         if command in earlier or any(re.search(pattern, command) for pattern in NOT_RUN):
             continue
         result = run(["bash", "-c", command], sandbox, limit=300, OMP_NUM_THREADS="1")
-        expected = 1 if command.startswith("git") else 0  # 1: there are differences
+        expected = 1 if command.startswith(("git", "diff")) else 0  # 1: there are differences
         assert result.code == expected, result
         if parts(command) and "selftest" not in command:
             # 06 and fsdp.py, a second time

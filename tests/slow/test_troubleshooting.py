@@ -1,4 +1,4 @@
-"""README's troubleshooting table: each row is reproduced here or by another test, or by none."""
+"""The troubleshooting tables: each row is reproduced here or by another test, or by none."""
 
 import os
 import re
@@ -15,6 +15,7 @@ from helpers import ROOT, bare_tools, run, torchrun
 from test_common import in_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 # What two ranks of a process group do: each shows a symptom and, where there is one, its cure
@@ -56,6 +57,28 @@ def parameters_without_a_part_in_the_loss(rank):
     take_steps(net, find_unused_parameters=True)
 
 
+class Checkpointed(nn.Linear):
+    def forward(self, inputs, use_reentrant):
+        return checkpoint(super().forward, inputs, use_reentrant=use_reentrant)
+
+
+def activation_checkpointing(rank):
+    def step(use_reentrant):
+        model = DDP(Checkpointed(2, 2), find_unused_parameters=True)
+        model(torch.ones(1, 2, requires_grad=True), use_reentrant).sum().backward()
+
+    with pytest.raises(RuntimeError, match="Expected to mark a variable ready only once"):
+        step(True)
+    step(False)
+
+
+def a_sampler_and_shuffle(rank):
+    options = {"sampler": DistributedSampler(range(4))}
+    with pytest.raises(ValueError, match="sampler option is mutually exclusive with shuffle"):
+        DataLoader(range(4), shuffle=True, **options)
+    assert len(DataLoader(range(4), **options)) == 2
+
+
 def gradients_are_copies_of_buckets(rank):
     def storages(**options):
         net = nn.Linear(2, 1)
@@ -95,6 +118,8 @@ HERE = {  # the first words of a symptom: what shows it
     "a collective times out": the_ranks_disagree_on_the_collective,
     "a hang at the end of an epoch": a_collective_of_one_rank,
     "`Expected to have finished": parameters_without_a_part_in_the_loss,
+    "`Expected to mark": activation_checkpointing,
+    "`sampler option": a_sampler_and_shuffle,
     "gradients take twice": gradients_are_copies_of_buckets,
     "`DataLoader worker": a_worker_gets_sigterm,
 }
@@ -117,8 +142,6 @@ ELSEWHERE = {  # the test that shows it
         "test_common.py::test_gather_and_exact_evaluation_on_1_2_3_and_7_processes",
     "`terminate called":
         "slow/test_exits.py::test_no_thread_of_the_process_group_is_left_at_the_exit",
-    "a second copy of a run":
-        "slow/test_interruptions.py::test_without_its_launcher_a_run_saves_and_ends",
     "the accuracy differs":
         "test_common.py::test_gather_and_exact_evaluation_on_1_2_3_and_7_processes",
     "other losses than last time":
@@ -126,12 +149,12 @@ ELSEWHERE = {  # the test that shows it
     "the same order of images": "test_04_ddp_torchrun.py::test_epochs_are_shuffled_differently",
     "names in the saved file":
         "slow/test_exits.py::test_a_compiled_model_is_saved_with_the_plain_names",
+    "exit code −9": "slow/test_troubleshooting.py::test_the_report_of_torchrun",
+    "torchrun's report": "slow/test_troubleshooting.py::test_the_report_of_torchrun",
     "slower with more processes": "slow/test_troubleshooting.py::test_torchrun_sets_one_thread",
-    "in a container": "slow/test_troubleshooting.py::test_too_little_shared_memory_and_enough",
 }
 NOWHERE = {  # why a row is not reproduced
     "a node waits for over 60 s": "takes minutes",
-    "after a cut link": "takes over ten minutes",
     "`invalid device ordinal`": "needs GPUs",
     "every process uses memory of GPU 0": "needs GPUs",
     "out of memory on GPU 0": "needs GPUs",
@@ -139,13 +162,23 @@ NOWHERE = {  # why a row is not reproduced
     "only some of a node's GPUs": "needs GPUs",
     "`operator torchvision::nms": "needs builds that do not match",
     "`--compile` on the CPU": "needs a virtual environment in such a path",
+    "`(errno: 97": "needs a machine without IPv6",
+    "a notebook": "needs a notebook",
+    "NCCL: `unhandled": "needs GPUs",
+    "a hang at the first": "needs GPUs",
+    "slow between machines": "needs InfiniBand",
+    "GPU memory is in use": "needs GPUs",
+    "`--amp` is slower": "needs an old GPU",
     "a few % slower": "needs an idle machine",
 }
 
 
 def test_each_row_is_accounted_for():
-    table = (ROOT / "README.md").read_text().split("\n## Troubleshooting\n")[1].split("\n## ")[0]
-    symptoms = re.findall(r"^\| (?!symptom|---)(.*?) \|", table, re.M)
+    main, of_04 = ((ROOT / name / "README.md").read_text() for name in (".", "04_ddp_torchrun"))
+    tables = main.split("\n## Troubleshooting\n")[1].split("\n## ")[0]
+    for section in ("### If they do not connect", "## Find a hang"):
+        tables += of_04.split(f"\n{section}\n")[1].split("\n## ")[0]
+    symptoms = re.findall(r"^\| (?!symptom|---)(.*?) \|", tables, re.M)
     rows = [*HERE, *ELSEWHERE, *NOWHERE]
     for symptom in symptoms:
         assert sum(symptom.startswith(row) for row in rows) == 1, symptom
@@ -216,6 +249,30 @@ def test_two_forwards_and_one_backward(tmp_path):
     broadcast, cured = [run([*command, "gan.py", *cure], tmp_path) for cure in ([], ["cure"])]
     assert broadcast.code and "modified by an inplace operation" in broadcast.errors, broadcast
     assert cured.code == 0, cured
+
+
+FAILING = """
+import os, signal, sys
+from torch.distributed.elastic.multiprocessing.errors import record
+
+def main():
+    if "killed" in sys.argv:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("my reason")
+
+record(main)() if "record" in sys.argv else main()
+"""
+
+
+def test_the_report_of_torchrun(tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING)
+    plain, recorded, killed = [
+        torchrun("failing.py", 1, word, cwd=tmp_path).errors.split("Root Cause")[1]
+        for word in ("plain", "record", "killed")
+    ]
+    assert re.search(r"error_file *: <N/A>", plain) and "my reason" not in plain
+    assert "ValueError: my reason" in recorded and "in main" in recorded
+    assert re.search(r"exitcode *: -9 ", killed) and "Signal 9 (SIGKILL)" in killed
 
 
 def test_torchrun_sets_one_thread(tmp_path):
