@@ -101,7 +101,7 @@ class VisionTransformer(nn.Module):
     def forward(self, images):
         tokens = self.patches(images).flatten(2).transpose(1, 2) + self.positions.weight
         for block in self.blocks:
-            if self.recompute and self.training:  # MP-3: the backward computes the block again
+            if self.recompute and self.training:  # MP-2: the backward computes the block again
                 tokens = checkpoint(block, tokens, use_reentrant=False)
             else:
                 tokens = block(tokens)
@@ -156,7 +156,7 @@ def train(args):
         sizes, names = (world_size // args.shards, args.shards), ("copy", "shard")
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     policy = MixedPrecisionPolicy()
-    if args.amp:  # MP-3: the shards, the optimizer and the mean of the gradients stay in float32
+    if args.amp:  # MP-2: shards, optimizer and the mean of the gradients stay in float32
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):  # MP-2: without memory
         model = VisionTransformer(args.width, args.depth, args.recompute)
@@ -171,7 +171,7 @@ def train(args):
 
     model.apply(shard)  # children first
     if sum(parameter.numel() for parameter in model.parameters()) != parameters:
-        raise ValueError("a weight that two modules share became two: share it again after apply")
+        raise ValueError("a weight that two modules share became two: tie it again in shard()")
     bytes_here = sum(parameter.to_local().nbytes for parameter in model.parameters())
     bytes_per_rank = all_gather(torch.tensor(bytes_here, device=device)).tolist()
     if rank == 0:
