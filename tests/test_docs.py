@@ -484,7 +484,12 @@ def test_the_programs_in_the_readmes(tmp_path):
     (tmp_path / "program.py").write_text(program)
     result = run_ranks("program.py", 2, cwd=tmp_path)
     assert result.code == 0, result
-    (shown,) = blocks(sections(ROOT / "04_ddp_torchrun/README.md")["Collectives"], "text")
+    figure, shown = blocks(sections(ROOT / "04_ddp_torchrun/README.md")["Collectives"], "text")
+    for name, *_, after_0, after_1, _ in (re.split(" *[│→]+ *", row) for row in re.findall(
+        r"^[a-z-]+ +│.*", figure, re.M)):
+        for rank, after in enumerate((after_0, after_1)):
+            numbers = [float(number) for number in after.split(", ")]
+            assert f"rank {rank}: {name} {numbers}" in shown
     expected = shown.splitlines() + ["weights [[5.0, 5.0]]"] * 2
     for rank in ("rank 0", "rank 1"):
         expected += [f"{rank} on HOST reached point 1", f"{rank} on HOST passed point 1"]

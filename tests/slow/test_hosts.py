@@ -55,7 +55,8 @@ class Job:
 
     def start(self, rank, nproc=1, address=ADDRESSES["h0"], hosts_file="hosts"):
         """Start one node, which connects to this address."""
-        given = {"project": self.project, "rank": rank, "nproc": nproc, "address": address}
+        given = {"project": self.project, "rank": rank, "nproc": nproc, "address": address,
+                 "own": ADDRESSES[f"h{rank}"]}
         command = [str(part).format(port=self.port, **given) for part in self.command]
         command = self.hosts.on(f"h{rank}", self.place, *command, hosts=hosts_file)
         settings = {"NODE_RANK": rank, "NPROC": nproc, "MASTER_ADDR": address}
@@ -129,6 +130,27 @@ def test_selftest(hosts, project):
         assert re.search(f"^OK: all checks passed on 3 ranks on {names}$", output, re.M), output
         hosts_of_ranks = re.findall(r"^rank \d on (h\d): cpu, gloo, world size 3$", output, re.M)
         assert sorted(hosts_of_ranks) == ["h0", "h0", "h1"], output
+
+
+def test_c10d_where_each_host_knows_only_its_own_name(hosts, project):
+    """The node of rank 0 tells the others its name, or with --local-addr an address."""
+    files = []
+    for host, address in ADDRESSES.items():
+        files.append(f"only {host}")
+        hosts.write_hosts(files[-1], {host: address})
+    selftest = [SELFTEST, "--timeout", 20]
+    failing = Job(hosts, project, *C10D, *selftest)
+    working = Job(hosts, project, *C10D, "--local-addr={own}", *selftest)
+    for job in (failing, working):
+        job.start_three_processes(files)
+    results = working.finish()
+    assert [result.code for result in results] == [0, 0], results
+    assert "OK: all checks passed on 3 ranks" in "".join(result.output for result in results)
+    results = failing.finish()
+    assert [result.code for result in results] == [1, 1], results
+    assert "FAILED: join: " in results[0].output, results
+    symptom = r"network addresses of \(h0, \d+\) cannot be retrieved"
+    assert re.search(symptom, results[1].errors), results
 
 
 def test_nodes_that_cannot_connect(hosts, impatient):

@@ -132,6 +132,8 @@ ELSEWHERE = {  # the test that shows it
     "the start hangs, then fails": "slow/test_hosts.py::test_nodes_that_cannot_connect",
     "`address already in use`": "slow/test_hosts.py::test_nodes_that_cannot_connect",
     "`Temporary failure": "slow/test_hosts.py::test_nodes_that_cannot_connect",
+    "c10d: `network addresses":
+        "slow/test_hosts.py::test_c10d_where_each_host_knows_only_its_own_name",
     "Gloo: `connectFullMesh":
         "slow/test_hosts.py::test_selftest",
     "`MNIST is not in data":
