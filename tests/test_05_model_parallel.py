@@ -172,12 +172,9 @@ def whole(transformer):
 
 @on_2_6
 @pytest.mark.parametrize(("nproc", "options"), [
-    (1, ["--batch-size", 60]),
     (2, ["--batch-size", 30]),
-    (2, ["--batch-size", 30, "--shards", 1]),
     (2, ["--batch-size", 10, "--accumulate", 3, "--recompute"]),
-    (4, ["--batch-size", 15, "--shards", 2]),
-    (4, ["--batch-size", 5, "--shards", 2, "--accumulate", 3, "--recompute"]),
+    (4, ["--batch-size", 5, "--accumulate", 3, "--shards", 2]),
 ])
 def test_shards_take_the_steps_of_one_device(nproc, options, transformer, whole, tmp_path):
     """Also from the same initial weights, which each rank draws a block at a time."""
@@ -212,7 +209,7 @@ def test_fsdp_resumes_bit_by_bit_from_the_newest_checkpoint_that_can_be_loaded(
     assert saved == ["epoch-0002-image-000000000180", "epoch-0002-image-000000000240"]
     _, undisturbed = trained(transformer, "fsdp.py", 2, *SMALL, "--batch-size", 30, "--checkpoint",
                              tmp_path / "undisturbed", epochs=2)
-    for damage, images in ((None, 240), ("truncated", 180), ("half-written", 180)):
+    for damage, images in (("truncated", 180), ("half-written", 180), (None, 240)):
         run = shutil.copytree(tmp_path / "checkpoint", tmp_path / f"run {damage}")
         if damage == "truncated":
             shard = run / saved[1] / "__1_0.distcp"
@@ -236,7 +233,7 @@ def test_fsdp_resumes_on_any_number_of_ranks_with_each_image_once(transformer, w
     options = ["--epochs", 1, "--lr", 0]
     interrupted(transformer, tmp_path, 4, *options)
     losses = []
-    for nproc, shards in ((2, 2), (1, 1), (3, 3), (4, 2)):
+    for nproc, shards in ((1, 1), (4, 2)):
         run = shutil.copytree(tmp_path / "checkpoint", tmp_path / f"on {nproc}")
         given = [*SMALL, *options, "--checkpoint", run, "--shards", shards, "--batch-size", 15]
         result = run_ranks("fsdp.py", nproc, *given, "--data-dir", "common", cwd=transformer)
@@ -244,7 +241,7 @@ def test_fsdp_resumes_on_any_number_of_ranks_with_each_image_once(transformer, w
         losses += [line["loss"] for line in result.epochs()]
     given = ["--batch-size", 60, "--lr", 0, "--data-dir", "common"]
     result = run_ranks("one_transformer.py", 1, *given, cwd=transformer)
-    assert losses == [line["loss"] for line in result.epochs()] * 4
+    assert losses == [line["loss"] for line in result.epochs()] * 2
 
 
 @on_2_6

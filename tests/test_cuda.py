@@ -3,7 +3,7 @@
     MNIST_DIR=data python -m pytest tests/test_cuda.py
 
 MNIST_DIR names a folder with MNIST, for the accuracy on it. COMPILE_BACKEND=aot_eager compiles
-without Triton.
+without Triton, SDPA=math computes attention without fused kernels.
 """
 
 import os
@@ -33,6 +33,7 @@ from helpers import (
 
 CUDA = ["--device", "cuda"]
 MNIST = Path(os.environ["MNIST_DIR"]).resolve() if "MNIST_DIR" in os.environ else None
+ATTENTION = "seen = functional.scaled_dot_product_attention(queries, keys, values)"
 TO_DEVICE = "images = images.to(device, non_blocking=True)"
 
 
@@ -71,7 +72,15 @@ def copy(tmp_path_factory):
     for folder in ("02_ddp_spawn", "03_ddp_multinode_spawn", "04_ddp_torchrun", "06_checkpointing"):
         changes = (TO_DEVICE, f"{TO_DEVICE}; assert images.device == device")
         edit(copy, f"{folder}/train.py", changes)
+    without_fused_kernels(copy / "05_model_parallel")
     return copy
+
+
+def without_fused_kernels(project):
+    if os.environ.get("SDPA") == "math":
+        math = "with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):"
+        edit(project, "fsdp.py", (ATTENTION, f"{math}\n            {ATTENTION}"),
+             ("import torch\n", "import torch\nimport torch.nn.attention\n"))
 
 
 def launch(repository, folder, *options, gpus, cwd, **settings):
@@ -146,11 +155,9 @@ def test_06_stops_on_gpus_and_resumes_there_and_then_on_the_cpu(tmp_path):
 
 @pytest.mark.parametrize(("script", "gpus", "options"), [
     ("train.py", 1, ["--devices", "cuda:0,cuda:0"]),
-    ("fsdp.py", 1, CUDA),
     ("tensor_parallel.py", 1, CUDA),
     pytest.param("train.py", 2, ["--devices", "cuda:0,cuda:1"], marks=two_gpus),
     pytest.param("train.py", 2, ["--devices", "cuda:0,cuda:0,cuda:1,cuda:1"], marks=two_gpus),
-    pytest.param("fsdp.py", 2, CUDA, marks=two_gpus),
     pytest.param("tensor_parallel.py", 2, CUDA, marks=two_gpus),
     pytest.param("pipeline.py", 2, CUDA, marks=two_gpus),
     pytest.param("pipeline.py", 2, [*CUDA, "--schedule", "1f1b"], marks=two_gpus),
@@ -160,6 +167,36 @@ def test_05_in_each_way(script, gpus, options, copy, tmp_path):
     options = ["--data-dir", copy / "common", "--epochs", 3, *options]
     script = copy / "05_model_parallel" / script
     check_accuracy(passed(run_ranks(script, nproc, *options, cwd=tmp_path), copy))
+
+
+@pytest.mark.parametrize("options", [
+    ["--amp", "--recompute", "--accumulate", 2],
+    pytest.param(["--amp", "--shards", 1], id="hsdp", marks=two_gpus),
+])
+def test_fsdp_in_bfloat16(options, copy, tmp_path):
+    options = ["--data-dir", copy / "common", "--batch-size", 16, *CUDA, *options]
+    script = copy / "05_model_parallel/fsdp.py"
+    result = passed(run_ranks(script, TWO, *options, cwd=tmp_path), copy)
+    first, *_, last = [float(line["loss"]) for line in result.epochs()]
+    assert first > last + 0.1, result
+
+
+def test_fsdp_stops_on_gpus_and_resumes_on_the_cpu(tmp_path):
+    """With the weights of an undisturbed run on the CPU."""
+    project = copy_project(tmp_path / "project", ROOT / "05_model_parallel/fsdp.py")
+    without_batch_norm(project)
+    without_fused_kernels(project)
+    edit(project, "fsdp.py", ("model(images).float()", "model(images)"))
+    options = ["--epochs", 1, "--data-dir", "common", "--width", 16, "--batch-size", 64 // TWO]
+    settings = {"SIGNAL_AT_BATCH": f"0 {signal.SIGTERM:d} 7", "TORCHELASTIC_RUN_ID": "any"}
+    given = [*options, "--recompute", *CUDA]
+    stopped = passed(run_ranks("fsdp.py", TWO, *given, cwd=project, **WITNESS, **settings), project)
+    assert "stopped after 0 of 1 epochs and 448 of 1260 images" in stopped.output, stopped
+    resumed = passed(run_ranks("fsdp.py", TWO, *options, "--device", "cpu", cwd=project), project)
+    assert "after 0 of 1 epochs and 448 of 1260 images" in resumed.output, resumed
+    whole = ["--device", "cpu", "--checkpoint", "whole", "--output", "whole.pt"]
+    passed(run_ranks("fsdp.py", TWO, *options, *whole, cwd=project), project)
+    assert distance(project / "mnist.pt", project / "whole.pt") < 1e-9
 
 
 @four_gpus
