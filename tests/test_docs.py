@@ -58,7 +58,7 @@ NOT_RUN = {  # a pattern of commands, and why test_every_command_runs leaves the
     r"cuda:0,cuda:1": "needs two GPUs",
     r"--compile": "needs a C++ compiler",
     r"pkill|python tests/": "is for a run of the reader's, or takes many minutes",
-    r"sbatch|salloc|srun|scontrol": "needs Slurm",
+    r"sbatch|salloc|srun|scontrol|scancel|sinfo": "needs Slurm",
     r"docker": "needs a container engine",
     r"pytest": "runs the tests",
 }
@@ -273,6 +273,11 @@ def test_the_steps_of_05():
                                             for mark in marks(line, folder)}
     for _, line in listed:
         assert line in script, line
+
+
+def test_the_batch_script():
+    readme = ROOT / "07_slurm/README.md"
+    hold(readme, blocks(sections(readme)["Run"], "sh")[0], (ROOT / "07_slurm/run.sh").read_text())
 
 
 def test_the_lines_of_dataparallel():
