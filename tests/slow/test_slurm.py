@@ -245,6 +245,26 @@ def test_fsdp_is_preempted(cluster, project, tmp_path):
     check_resumes(job, undisturbed)
 
 
+def test_the_commands_that_show_what_a_cluster_allows(cluster):
+    text = (FOLDER / "README.md").read_text()
+    commands = re.findall(r"^(?:sinfo|scontrol show) .*", text, re.M)
+    shown = [cluster.run("bash", "-c", command) for command in commands]
+    wanted = [("main", "infinite", "4", "6000"), ("PartitionName=grace", "GraceTime=60"),
+              ("KillWait", "PreemptMode")]
+    for output, words in zip(shown, wanted, strict=True):
+        assert all(word in output for word in words), output
+
+
+def test_a_rehearsed_stop(cluster, project, undisturbed, tmp_path):
+    """With the command of the README."""
+    (command,) = re.findall("^(scancel --signal.*) JOB$", (FOLDER / "README.md").read_text(), re.M)
+    job = start(cluster, project, tmp_path)
+    cluster.run(*command.split(), job.id)
+    job.wait_for_state("PENDING")
+    assert f"\nrequeueing job {job.id}\n" in job.log(), job
+    check_resumes(job, undisturbed)
+
+
 def test_out_of_time(cluster, project, undisturbed, tmp_path):
     """Slurm looks every 30 s, and sends the signal early rather than late: after 20 to 50 s."""
     settings = {"SBATCH_TIMELIMIT": "1", "SBATCH_SIGNAL": "TERM@10"}

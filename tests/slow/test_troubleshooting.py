@@ -167,6 +167,7 @@ NOWHERE = {  # why a row is not reproduced
     "`(errno: 97": "needs a machine without IPv6",
     "a notebook": "needs a notebook",
     "NCCL: `unhandled": "needs GPUs",
+    "c10d: `has failed": "depends on which node ends first",
     "a hang at the first": "needs GPUs",
     "slow between machines": "needs InfiniBand",
     "GPU memory is in use": "needs GPUs",
