@@ -1,17 +1,23 @@
-r"""Train a ConvNet on MNIST with fully sharded data parallelism (FSDP2): each rank keeps a shard.
+r"""Train a vision transformer on MNIST with fully sharded data parallelism (FSDP2).
 
-    torchrun --standalone --nproc-per-node=2 05_model_parallel/fsdp.py --checkpoint fsdp-run1
+Each rank keeps a shard of the model. Whenever the run is stopped, the same command resumes it.
 
-On two machines, where 10.0.0.1 is an address of the first; on the second with --node-rank=1:
+    torchrun --standalone --nproc-per-node=2 05_model_parallel/fsdp.py --epochs 3
+
+On two machines with a shared disk, where 10.0.0.1 is an address of the first; on the second with
+--node-rank=1:
 
     torchrun --nnodes=2 --node-rank=0 --nproc-per-node=2 --master-addr=10.0.0.1 \
-        05_model_parallel/fsdp.py
+        05_model_parallel/fsdp.py --checkpoint /shared/run1
 """
 
 import argparse
 import faulthandler
 import gc
+import itertools
+import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -29,17 +35,20 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # unless common/ is next to this file
 from common.data import load_mnist
 from common.gather import all_gather, gather_in_order
-from common.model import ConvNet
 
-MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
+MAX_GRAD_NORM = 1.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)  # MP-5: torchrun forwards both
+EPOCH_START = {"images": 0, "total": [0.0, 0.0], "seconds": 0.0}  # MP-5: done in this epoch
 
 faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints where this process is
 
@@ -47,20 +56,77 @@ faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints where this process is
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--epochs", type=int, default=1, help="passes over the training set")
+    add("--epochs", type=int, default=3, help="passes over the training set")
     add("--batch-size", type=int, default=64, help="images per process")
-    add("--lr", type=float, default=0.6, help="peak learning rate for 256 images per step")
+    add("--lr", type=float, default=0.006, help="peak learning rate for 256 images per step")
     add("--seed", type=int, default=0, help="random seed for initialisation and shuffling")
     add("--data-dir", type=Path, default="data", help="MNIST directory; downloaded if missing")
     add("--output", type=Path, default="mnist.pt", help="path of the trained weights")
     add("--device", choices=("cpu", "cuda"),
         default="cuda" if torch.cuda.is_available() else "cpu", help="where to train")
-    add("--checkpoint", type=Path, help="directory that all nodes share")  # MP-5
+    add("--amp", action="store_true", help="mixed precision: compute in bfloat16")
+    add("--accumulate", type=int, default=1, help="micro-batches per step")
+    add("--width", type=int, default=64, help="features of each patch")  # MP-1
+    add("--depth", type=int, default=3, help="blocks of the transformer")  # MP-1
+    add("--recompute", action="store_true", help="activation checkpointing: less memory, slower")
+    world_size = int(os.environ["WORLD_SIZE"])
+    add("--shards", type=int, default=world_size, help="ranks that share one copy of the model")
+    add("--save-every", type=int, default=100, help="steps per checkpoint")  # MP-5
+    add("--checkpoint", type=Path, default="checkpoint", help="directory shared by all nodes")
     args = parser.parse_args()
-    for path in filter(None, (args.output, args.checkpoint)):
+    if world_size % args.shards:  # MP-1
+        parser.error(f"--shards {args.shards} does not divide the {world_size} processes")
+    for path in (args.output, args.checkpoint):
         if os.environ["RANK"] == "0" and not path.parent.is_dir():  # only rank 0 saves the weights
             parser.error(f"there is no folder {path.parent} for {path.name}")
     return args
+
+
+class VisionTransformer(nn.Module):
+    """Images [N, 1, 28, 28] to scores [N, 10]; the 16 patches of 7 x 7 pixels are the tokens.
+
+    Blocks, pre-norm, as in "An Image is Worth 16x16 Words" (arXiv:2010.11929), with a mean over the
+    patches in place of a class token.
+    """
+
+    def __init__(self, width, depth, recompute=False):
+        super().__init__()
+        self.recompute = recompute
+        self.patches = nn.Conv2d(1, width, kernel_size=7, stride=7)
+        self.positions = nn.Embedding(16, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.scores = nn.Linear(width, 10)
+
+    def forward(self, images):
+        tokens = self.patches(images).flatten(2).transpose(1, 2) + self.positions.weight
+        for block in self.blocks:
+            if self.recompute and self.training:  # MP-2: the backward computes the block again
+                tokens = checkpoint(block, tokens, use_reentrant=False)
+            else:
+                tokens = block(tokens)
+        return self.scores(self.norm(tokens).mean(1))
+
+
+class Block(nn.Module):
+    """Self-attention with 4 heads, then an MLP: tokens [N, patches, width] to the same shape."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, tokens):
+        heads = self.queries_keys_values(self.norm1(tokens)).unflatten(2, (3, 4, -1))
+        queries, keys, values = heads.permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(queries, keys, values)
+        tokens = tokens + self.out(seen.transpose(1, 2).flatten(2))
+        return tokens + self.mlp(self.norm2(tokens))
 
 
 def train(args):
@@ -69,98 +135,145 @@ def train(args):
     device = torch.device(f"cuda:{local_rank}" if args.device == "cuda" else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # one GPU per process, set before init_process_group
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # MP-5: for the stop flag
+    dist.init_process_group(backend)
+    stop_signals, launcher = catch_stop_signals(), os.getppid()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
 
     # 2. Data
     train_set, test_set = load_mnist(args.data_dir)
-    train_sampler = DistributedSampler(train_set, seed=args.seed)  # MP-4: data parallel, as DDP
+    train_sampler = RestOfEpoch(train_set, seed=args.seed)  # MP-4: data parallel, as DDP
     test_sampler = DistributedSampler(test_set, shuffle=False)
     options = {"pin_memory": device.type == "cuda"}
+    options["worker_init_fn"] = ignore_stop_signals  # MP-5: workers get the signals as well
     train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **options)
     test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
     # 3. Model
     mesh = init_device_mesh(device.type, (world_size,))
-    model = ConvNet()  # equal on all ranks by the seed, as fully_shard does not broadcast
-    for part in (model.layer1, model.layer2, model.fc, model):
-        fully_shard(part, mesh=mesh)  # MP-1, MP-2: keep a shard, all-gather the part to compute it
-    torch.manual_seed(args.seed + rank)  # different dropout per rank
+    if args.shards < world_size:  # MP-1: HSDP: several copies of the model, each in shards
+        sizes, names = (world_size // args.shards, args.shards), ("copy", "shard")
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    policy = MixedPrecisionPolicy()
+    if args.amp:  # MP-2: shards, optimizer and the mean of the gradients stay in float32
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    with torch.device("meta"):  # MP-2: without memory
+        model = VisionTransformer(args.width, args.depth, args.recompute)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+
+    def shard(module):  # MP-2: all ranks draw the same weights, one block at a time
+        if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            module.to_empty(device="cpu", recurse=False)
+            module.reset_parameters()  # yours need one as well
+        if isinstance(module, (Block, VisionTransformer)):  # MP-1: all-gathered as a whole
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+
+    model.apply(shard)  # children first
+    if sum(parameter.numel() for parameter in model.parameters()) != parameters:
+        raise ValueError("a weight that two modules share became two: tie it again in shard()")
+    bytes_here = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    bytes_per_rank = all_gather(torch.tensor(bytes_here, device=device)).tolist()
+    if rank == 0:
+        print(f"{parameters} parameters, bytes per rank: {bytes_per_rank}", flush=True)
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    lr = args.lr * (args.batch_size * world_size / 256) ** 0.5  # grows with the batch
-    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
-    epochs_done = 0
-    if args.checkpoint:  # MP-5: resume from the last complete one, on any number of ranks
-        complete = args.checkpoint.glob("epoch-*/.metadata")  # this file is written last
-        epochs_done = max((int(path.parent.name.split("-")[1]) for path in complete), default=0)
-        agreed = torch.tensor(epochs_done, device=device)
-        dist.broadcast(agreed, src=0)
-        epochs_done = agreed.item()
-    if epochs_done:
-        load_sharded(args.checkpoint / f"epoch-{epochs_done}", model, optimizer)
-    total_steps = args.epochs * len(train_loader)
-    done = epochs_done * len(train_loader)  # MP-5
-    scheduler = LambdaLR(optimizer, lambda step: warmup_then_decay(done + step, total_steps))
-    shard = sum(parameter.to_local().nbytes for parameter in model.parameters())
-    shards = all_gather(torch.tensor(shard, device=device)).tolist()
-    if rank == 0:
-        print(f"bytes of parameters per rank: {shards}; epochs done: {epochs_done}", flush=True)
+    global_batch = args.batch_size * args.accumulate * world_size
+    lr = args.lr * (global_batch / 256) ** 0.5
+    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.05)
+    total_steps = args.epochs * math.ceil(len(train_set) / global_batch)  # MP-5
+    done = {"epoch": 1, **EPOCH_START}
+
+    def steps_done():  # MP-5: as if this number of processes had taken all of them
+        return total_steps * (done["epoch"] - 1 + done["images"] / len(train_set)) / args.epochs
+
+    def where():
+        return (f"{done['epoch'] - 1} of {args.epochs} epochs and "
+                f"{done['images']} of {len(train_set)} images")
+
+    scheduler = ByProgress(optimizer, lambda _: warmup_then_decay(steps_done(), total_steps))
+
+    # MP-5: all that a resumed run needs besides the model and the optimizer. Add what has a
+    # state_dict() to objects, and your own numbers to done.
+    objects = {"scheduler": scheduler}
+    settings = {"images": len(train_set), "seed": args.seed}
+    loaded = load_sharded(args.checkpoint, model, optimizer, objects, settings, done)
+    if loaded and rank == 0:
+        print(f"resuming from {loaded}, after {where()}", flush=True)
+
+    def save():  # MP-5: on all ranks
+        return save_sharded(args.checkpoint, model, optimizer, objects, settings, done)
 
     # 5. Train and evaluate
-    for epoch in range(epochs_done + 1, args.epochs + 1):
+    for epoch in range(done["epoch"], args.epochs + 1):
         train_sampler.set_epoch(epoch)  # reshuffle
+        train_sampler.images_done = done["images"]  # MP-5: the rest of this epoch
         model.train()
         title = f"epoch {epoch}/{args.epochs}"
-        start = time.perf_counter()
+        start = time.perf_counter() - done["seconds"]
         total = torch.zeros(2, dtype=torch.float64, device=device)  # of the losses, of the images
-        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)  # one bar
-        for images, labels in bar:
-            images = images.to(device, non_blocking=True)
-            labels = labels.to(device, non_blocking=True)
-            loss = criterion(model(images), labels)
-            loss.backward()  # MP-2: all-gathers again, then averages and shards the gradients
+        if rank == 0:
+            total += torch.tensor(done["total"], dtype=torch.float64, device=device)
+        steps = math.ceil(len(train_loader) / args.accumulate)
+        batches = in_steps(train_loader, args.accumulate)
+        bar = tqdm(batches, title, steps, leave=False, disable=rank > 0 or None)  # one bar
+        for step, micro_batches in enumerate(bar, start=1):
+            stop = torch.tensor(len(stop_signals) + (os.getppid() != launcher))  # MP-5: any rank?
+            stop_known = dist.all_reduce(stop, dist.ReduceOp.MAX, async_op=True)
+            seen = (epoch - 1) * len(train_set) + done["images"]  # for dropout
+            torch.manual_seed(args.seed + 10_000 * seen + rank)
+            images_in_step = sum(len(batch[1]) for batch in micro_batches)  # labels
+            for number, (images, labels) in enumerate(micro_batches, start=1):
+                images = images.to(device, non_blocking=True)
+                labels = labels.to(device, non_blocking=True)
+                model.set_requires_gradient_sync(number == len(micro_batches))  # once per step
+                loss = criterion(model(images).float(), labels)
+                (loss * (len(labels) / images_in_step)).backward()  # reduce-scatters the gradients
+                total[0] += loss.detach() * len(labels)
+                total[1] += len(labels)
             nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             optimizer.step()
+            done["images"] += images_in_step * world_size  # before the learning rate
+            done["images"] = min(done["images"], len(train_set))  # without padding
             scheduler.step()
             optimizer.zero_grad()
-            total[0] += loss.detach() * len(labels)
-            total[1] += len(labels)
+            stop_known.wait()  # MP-5: all ranks stop after the same step
+            if stop or step % args.save_every == 0:
+                of_all_ranks = total.clone()
+                dist.all_reduce(of_all_ranks)
+                done |= {"total": of_all_ranks.tolist(), "seconds": time.perf_counter() - start}
+                saved = save()
+            if stop:
+                bar.close()
+                if rank == 0 and saved:
+                    print(f"stopped after {where()}; rerun the same command to resume",
+                          flush=True)
+                return saved
         dist.all_reduce(total)  # sum over all ranks
         seconds = time.perf_counter() - start
+        done |= {"total": total.tolist(), "seconds": seconds}  # MP-5: evaluation may take long
+        save()
         accuracy = evaluate(model, test_loader, device)
         if rank == 0:  # log on rank 0 only
             loss, images = total.tolist()
             print(f"{title}  loss {loss / images:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
                   f"{images / seconds:.0f} images/s", flush=True)
-        if args.checkpoint:  # MP-5: every rank writes its shard
-            save_sharded(args.checkpoint / f"epoch-{epoch}", model, optimizer)
+        done |= {"epoch": epoch + 1, **EPOCH_START}  # MP-5: the epoch is complete
+        save()
 
     # 6. Save
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)  # MP-5: complete, on rank 0
     if rank == 0:
         torch.save(weights, args.output)
-
-
-def save_sharded(path, model, optimizer):
-    """Save the model and the optimizer's state, without the learning rates: --lr gives them."""
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state["state"]}, checkpoint_id=path)
-
-
-def load_sharded(path, model, optimizer):
-    weights, state = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": state["state"]}, checkpoint_id=path)  # in place
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    return True
 
 
 @torch.no_grad()
 def evaluate(model, test_loader, device):
     """Return the fraction of the test set that the network classifies correctly."""
-    for buffer in model.buffers():  # copy rank 0's BatchNorm statistics to all ranks
+    for buffer in model.buffers():  # copy rank 0's statistics to all ranks, if there are any
         dist.broadcast(buffer, src=0)
     model.eval()
     correct = []
@@ -171,15 +284,134 @@ def evaluate(model, test_loader, device):
     return correct.sum().item() / len(correct)
 
 
+def in_steps(loader, accumulate):
+    """Yield the micro-batches of each step as a list; the last list may be shorter."""
+    iterator = iter(loader)
+    while micro_batches := list(itertools.islice(iterator, accumulate)):
+        yield micro_batches
+
+
+class RestOfEpoch(DistributedSampler):  # MP-5
+    """DistributedSampler without an epoch's first images_done images, on any number of ranks."""
+
+    images_done = 0
+
+    def __len__(self):
+        return math.ceil((len(self.dataset) - self.images_done) / self.num_replicas)
+
+    def __iter__(self):
+        order = list(DistributedSampler(self.dataset, 1, 0, seed=self.seed + self.epoch))
+        rest = order[self.images_done :] + order  # the first images again as padding, if needed
+        return iter(rest[self.rank : len(self) * self.num_replicas : self.num_replicas])
+
+
+class ByProgress(LambdaLR):  # MP-5
+    """LambdaLR of the progress made: a resumed run has the rates of its own --lr and processes."""
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict({**state_dict, "base_lrs": self.base_lrs})
+        self.step()
+
+
+def complete(folder):  # MP-5
+    """The complete checkpoints in folder, newest last: .metadata is written after the shards."""
+    return sorted(path.parent for path in folder.glob("epoch-*/.metadata"))
+
+
+def state_of(model, optimizer, objects, settings, done):  # MP-5
+    """All that is saved: DCP writes each rank's shards of it, and loads into such a dictionary."""
+    weights, of_optimizer = get_state_dict(model, optimizer)
+    others = {name: thing.state_dict() for name, thing in objects.items()}
+    return {"model": weights, "optimizer": of_optimizer, "objects": others,
+            "settings": dict(settings), "done": dict(done)}
+
+
+def save_sharded(folder, model, optimizer, objects, settings, done):  # MP-5
+    """Save the run from all ranks, and keep the newest two; return whether that was possible."""
+    path = folder / f"epoch-{done['epoch']:04}-image-{done['images']:012}"
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)  # if it is there, it could not be loaded
+    dist.barrier()
+    try:
+        dcp.save(state_of(model, optimizer, objects, settings, done), checkpoint_id=path)
+    except dcp.CheckpointException as error:  # on all ranks
+        if dist.get_rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)
+            print(f"warning: {path} was not saved ({reason_of(error)})",
+                  file=sys.stderr, flush=True)
+        return False
+    if dist.get_rank() == 0:
+        for older in complete(folder)[:-2]:
+            shutil.rmtree(older, ignore_errors=True)
+    return True
+
+
+def load_sharded(folder, model, optimizer, objects, settings, done):  # MP-5
+    """Load the newest checkpoint that can be loaded, on any number of ranks; return its path.
+
+    Returns None if there is none. Raises SystemExit on all ranks, with one line from rank 0, if
+    none of them can be loaded, or if it belongs to other data.
+    """
+    rank, shared, problem = dist.get_rank(), [complete(folder)], None
+    dist.broadcast_object_list(shared)  # as rank 0 sees the disk
+    for path in reversed(shared[0]):
+        state = state_of(model, optimizer, objects, settings, done)
+        try:
+            dcp.load(state, checkpoint_id=path)
+        except dcp.CheckpointException as error:  # on all ranks
+            problem = f"{path}: {reason_of(error)}"
+            if rank == 0:
+                print(f"warning: cannot load {problem}", file=sys.stderr, flush=True)
+            continue
+        if state["settings"]["images"] != settings["images"]:
+            problem = f"{path} has {state['settings']['images']} training images"
+            break
+        set_state_dict(model, optimizer, model_state_dict=state["model"],
+                       optim_state_dict=state["optimizer"])
+        done.update(state["done"])
+        for name, thing in objects.items():
+            thing.load_state_dict(state["objects"][name])
+        if state["settings"]["seed"] != settings["seed"] and rank == 0:
+            print("another --seed: some images of this epoch come again, others do not come",
+                  flush=True)
+        return path
+    if problem:
+        dist.destroy_process_group()
+        line = f"error: cannot resume ({problem}): move {folder} away to start from scratch"
+        sys.exit(line if rank == 0 else 1)
+    return None
+
+
+def reason_of(error):  # MP-5
+    """The first rank's reason, in one line, without its traceback."""
+    [reason, *_] = error.failures.values()
+    return " ".join(f"{type(reason[0]).__name__}: {reason[0]}".split())
+
+
+def catch_stop_signals():  # MP-5
+    """From now on, stop signals do not end this process but are appended to the returned list."""
+    received = []
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda number, _: received.append(number))
+    return received
+
+
+def ignore_stop_signals(worker_id=None):  # MP-5
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def warmup_then_decay(step, total_steps):
     """The factor of the peak learning rate: rises over 40 % of the steps, then falls to 0."""
     return min((step + 1) / (0.4 * total_steps + 1), (total_steps - step) / (0.6 * total_steps))
 
 
 def main():
-    train(parse_args())
+    saved = train(parse_args())
+    ignore_stop_signals()  # MP-5: a second signal must not end the process now
     gc.collect()  # free the model before destroying the group, or the exit may abort
     dist.destroy_process_group()
+    sys.exit(0 if saved else "error: stopped without saving the last steps")
 
 
 if __name__ == "__main__":

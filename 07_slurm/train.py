@@ -199,9 +199,10 @@ def train(args):
             print(f"{title}  loss {loss / images:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
                   f"{images / seconds:.0f} images/s", flush=True)
         if done["best"] is None or accuracy > done["best"]:  # CKPT-1
-            done["best"] = accuracy
-            if rank == 0:
-                save_file(net.state_dict(), args.best)
+            best_saved = [rank == 0 and save_file(net.state_dict(), args.best)]
+            dist.broadcast_object_list(best_saved)  # all ranks keep the same best score
+            if best_saved[0]:
+                done["best"] = accuracy
         done |= {"epoch": epoch + 1, **EPOCH_START}  # CKPT-1: the epoch is complete
         save()
 

@@ -210,6 +210,17 @@ def test_a_stop_while_the_data_is_loaded_and_no_save_is_possible(project, tmp_pa
     assert stopped.output == f"{progress}; rerun the same command to resume\n", stopped
 
 
+def test_a_best_score_counts_only_if_its_weights_are_saved(project, tmp_path):
+    best = tmp_path / "best.pt"
+    best.mkdir()  # no file can take its place
+    failed = train(project, 2, tmp_path, "--batch-size", 16)
+    assert "warning: best.pt was not saved ([Errno 21] Is a directory" in failed.errors, failed
+    assert torch.load(tmp_path / "checkpoint.pt")["done"]["best"] is None
+    best.rmdir()
+    train(project, 2, tmp_path, "--batch-size", 16, "--epochs", 2)
+    assert torch.load(tmp_path / "checkpoint.pt")["done"]["best"] > 0 and best.exists()
+
+
 def test_killed_in_a_long_evaluation_it_only_evaluates_again(project, tmp_path):
     files, options = [tmp_path / "output", tmp_path / "errors"], ["--batch-size", 16]
     ranks = start_ranks(project / "train.py", 2, options, tmp_path, files, SLOW="1")

@@ -1,4 +1,4 @@
-"""03 and 04 on two separate hosts: they train, and failures end in time.
+"""03, 04 and 05's fsdp.py on two separate hosts: they train, and failures end in time.
 
 PyTorch's own limits are 5 minutes and more; the tests set shorter ones, where a reader would.
 """
@@ -86,6 +86,24 @@ def test_three_processes_train_as_on_one_machine(hosts, project, tmp_path):
         assert results[1].output == "", results  # only rank 0 logs
         assert results[0].epochs()[0]["accuracy"] == here.epochs()[0]["accuracy"], results
         assert distance(job.place / "mnist.pt", tmp_path / "mnist.pt") < 1e-4
+
+
+def test_shards_on_two_hosts(hosts, project, tmp_path):
+    """Three ranks of fsdp.py write one checkpoint, which three ranks of one host load."""
+    shutil.copy(ROOT / "05_model_parallel/fsdp.py", project / "04/fsdp.py")
+    options = ["--data-dir", project / "04/common", "--epochs", "1"]
+    job = Job(hosts, project, *STATIC, "{project}/04/fsdp.py", *options)
+    job.start_three_processes()
+    here = run_ranks(project / "04/fsdp.py", 3, *options, cwd=tmp_path)
+    results = job.finish()
+    assert [result.code for result in results] == [0, 0], results
+    assert results[0].epochs()[0]["accuracy"] == here.epochs()[0]["accuracy"], results
+    assert distance(job.place / "mnist.pt", tmp_path / "mnist.pt") < 1e-4
+    [newest, _] = sorted((job.place / "checkpoint").iterdir(), reverse=True)
+    assert {path.name for path in newest.glob("*.distcp")} == {f"__{n}_0.distcp" for n in range(3)}
+    again = run_ranks(project / "04/fsdp.py", 3, *options, cwd=job.place)
+    progress = "after 1 of 1 epochs and 0 of 1260 images"
+    assert again.output.endswith(f"resuming from checkpoint/{newest.name}, {progress}\n"), again
 
 
 def test_selftest(hosts, project):

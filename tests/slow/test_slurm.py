@@ -115,13 +115,14 @@ def project(tmp_path_factory):
     Its batch script is edited as its user does, for nodes with two cores and no GPU.
     """
     project = tmp_path_factory.mktemp("slurm") / "a project"
-    for folder in ("04_ddp_torchrun", "07_slurm", "common"):
+    for folder in ("04_ddp_torchrun", "05_model_parallel", "07_slurm", "common"):
         shutil.copytree(ROOT / folder, project / folder, ignore=IGNORED)
     fewer_digits(project)
     with_dropout(project)
     line = "            nn.utils.clip_grad_norm_("
     sleep = "            time.sleep(1.2 if os.path.exists('slow') else 0)\n"
-    edit(project, "07_slurm/train.py", (line, f"{sleep}{line}"))
+    for script in ("07_slurm/train.py", "05_model_parallel/fsdp.py"):
+        edit(project, script, (line, f"{sleep}{line}"))
     (gpus,) = re.findall("#SBATCH --gpus-per-node.*\n", (FOLDER / "run.sh").read_text())
     changes = [(gpus, ""), ("--cpus-per-task=16", "--cpus-per-task=2"), ("NPROC:-gpu", "NPROC:-1")]
     edit(project, "07_slurm/run.sh", *changes)
@@ -131,16 +132,19 @@ def project(tmp_path_factory):
 @pytest.fixture(scope="module")
 def undisturbed(project, tmp_path_factory):
     """The weights of two ranks that nothing disturbs, without Slurm."""
-    folder = tmp_path_factory.mktemp("undisturbed")
+    return weights_of("07_slurm/train.py", project, tmp_path_factory.mktemp("undisturbed"))
+
+
+def weights_of(script, project, folder):
     options = ["--data-dir", project / "common", *OPTIONS]
-    result = run_ranks(project / "07_slurm/train.py", 2, *options, cwd=folder)
+    result = run_ranks(project / script, 2, *options, cwd=folder)
     assert result.code == 0, result
     return folder / "mnist.pt"
 
 
 def submit(cluster, project, folder, *options, **settings):
     """Submit a job of two nodes from a folder that looks like the repository's root."""
-    for name in ("04_ddp_torchrun", "07_slurm", "data"):
+    for name in ("04_ddp_torchrun", "05_model_parallel", "07_slurm", "data"):
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(project / name.replace("data", "common"))
     settings["OMP_NUM_THREADS"] = "1"
@@ -191,8 +195,8 @@ def test_the_selftest_by_the_same_batch_script(cluster, project, tmp_path):
 def wait_for_a_save(job, resumed=0):
     """Wait until a job has resumed so often, and has saved a checkpoint after that."""
     job.wait(lambda: job.log().count("\nresuming from ") == resumed)
-    checkpoint, now = job.folder / "checkpoint.pt", time.time()
-    job.wait(lambda: checkpoint.exists() and checkpoint.stat().st_mtime > now)
+    now = time.time()
+    job.wait(lambda: any(path.stat().st_mtime > now for path in job.folder.glob("checkpoint*")))
 
 
 def start(cluster, project, folder, **settings):
@@ -211,7 +215,7 @@ def check_resumes(job, undisturbed, stops=1, log=""):
     log += job.log()
     progress = r"after \d of 2 epochs and \d+ of 1260 images"
     stopped = re.findall(f"^stopped ({progress}); rerun the same command to resume$", log, re.M)
-    resumed = re.findall(f"^resuming from checkpoint.pt, ({progress})$", log, re.M)
+    resumed = re.findall(rf"^resuming from checkpoint\S+, ({progress})$", log, re.M)
     assert len(stopped) == stops and resumed == stopped, log
     assert equal(undisturbed, job.folder / "mnist.pt")
 
@@ -247,6 +251,17 @@ def test_a_rehearsed_stop(cluster, project, undisturbed, tmp_path):
     cluster.run(*command.split(), job.id)
     job.wait_for_state("PENDING")
     assert f"\nrequeueing job {job.id}\n" in job.log(), job
+    check_resumes(job, undisturbed)
+
+
+def test_fsdp_is_preempted(cluster, project, tmp_path):
+    """Slurm requeues it, and it resumes from sharded checkpoints on two hosts."""
+    (tmp_path / "whole").mkdir()
+    undisturbed = weights_of("05_model_parallel/fsdp.py", project, tmp_path / "whole")
+    script = {"SCRIPT": "05_model_parallel/fsdp.py"}
+    job = start(cluster, project, tmp_path / "job", SBATCH_PARTITION="main", **script)
+    urgent = ["--partition=urgent", "--exclusive", "--nodes=2", "--wrap=true"]
+    assert Job(cluster, tmp_path, "sbatch", *urgent).finish() == DONE
     check_resumes(job, undisturbed)
 
 
