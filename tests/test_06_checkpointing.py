@@ -218,7 +218,9 @@ def test_a_best_score_counts_only_if_its_weights_are_saved(project, tmp_path):
     assert torch.load(tmp_path / "checkpoint.pt")["done"]["best"] is None
     best.rmdir()
     train(project, 2, tmp_path, "--batch-size", 16, "--epochs", 2)
-    assert torch.load(tmp_path / "checkpoint.pt")["done"]["best"] > 0 and best.exists()
+    score, weights = torch.load(tmp_path / "checkpoint.pt")["done"]["best"], best.read_bytes()
+    worse = train(project, 2, tmp_path, "--batch-size", 16, "--epochs", 3, "--lr", 1000)
+    assert float(worse.epochs()[-1]["accuracy"]) < score and best.read_bytes() == weights
 
 
 def test_killed_in_a_long_evaluation_it_only_evaluates_again(project, tmp_path):

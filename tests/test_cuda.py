@@ -181,6 +181,7 @@ def test_fsdp_in_bfloat16(options, copy, tmp_path):
     assert first > last + 0.1, result
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="FSDP2 needs GPUs on 2.6.0")
 def test_fsdp_stops_on_gpus_and_resumes_on_the_cpu(tmp_path):
     """With the weights of an undisturbed run on the CPU."""
     project = copy_project(tmp_path / "project", ROOT / "05_model_parallel/fsdp.py")
