@@ -15,6 +15,7 @@ import argparse
 import faulthandler
 import gc
 import itertools
+import json
 import math
 import os
 import shutil
@@ -165,10 +166,11 @@ def train(args):
     def shard(module):  # MP-2: all ranks draw the same weights, one block at a time
         if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             module.to_empty(device="cpu", recurse=False)
-            module.reset_parameters()  # yours need one as well
+            module.reset_parameters()  # what your constructor fills is lost: fill it here
         if isinstance(module, (Block, VisionTransformer)):  # MP-1: all-gathered as a whole
             fully_shard(module, mesh=mesh, mp_policy=policy)
 
+    torch.manual_seed(args.seed)  # MP-2: again, in case that ranks have drawn different numbers
     model.apply(shard)  # children first
     if sum(parameter.numel() for parameter in model.parameters()) != parameters:
         raise ValueError("a weight that two modules share became two: tie it again in shard()")
@@ -195,9 +197,9 @@ def train(args):
     scheduler = ByProgress(optimizer, lambda _: warmup_then_decay(steps_done(), total_steps))
 
     # MP-5: all that a resumed run needs besides the model and the optimizer. Add what has a
-    # state_dict() to objects, and your own numbers to done.
+    # state_dict() to objects, and your own numbers to done: equal ones on all ranks.
     objects = {"scheduler": scheduler}
-    settings = {"images": len(train_set), "seed": args.seed}
+    settings = {"images": len(train_set), "parameters": parameters, "seed": args.seed}
     loaded = load_sharded(args.checkpoint, model, optimizer, objects, settings, done)
     if loaded and rank == 0:
         print(f"resuming from {loaded}, after {where()}", flush=True)
@@ -323,24 +325,39 @@ def state_of(model, optimizer, objects, settings, done):  # MP-5
     weights, of_optimizer = get_state_dict(model, optimizer)
     others = {name: thing.state_dict() for name, thing in objects.items()}
     return {"model": weights, "optimizer": of_optimizer, "objects": others,
-            "settings": dict(settings), "done": dict(done)}
+            "settings": dict(settings), "done": json.dumps(done)}
 
 
 def save_sharded(folder, model, optimizer, objects, settings, done):  # MP-5
-    """Save the run from all ranks, and keep the newest two; return whether that was possible."""
-    path = folder / f"epoch-{done['epoch']:04}-image-{done['images']:012}"
-    if dist.get_rank() == 0:
-        shutil.rmtree(path, ignore_errors=True)  # if it is there, it could not be loaded
-    dist.barrier()
+    """Save the run from all ranks, and keep the newest two; return whether that was possible.
+
+    Raises ValueError for what could not be resumed: a parameter that has had no gradient, or shards
+    on disks of different nodes.
+    """
+    path, rank = folder / f"epoch-{done['epoch']:04}-image-{done['images']:012}", dist.get_rank()
+    is_saved = [path in complete(folder)]
+    dist.broadcast_object_list(is_saved)  # as rank 0 sees the disk
+    if is_saved[0]:
+        return True
+    for buffer in model.buffers():  # one rank's are saved
+        dist.broadcast(buffer, src=0)
+    state = state_of(model, optimizer, objects, settings, done)
+    stepped = state["optimizer"]["state"]  # empty if the optimizer keeps no state
+    for name, parameter in model.named_parameters():
+        if stepped and parameter.requires_grad and name not in stepped:
+            raise ValueError(f"{name} has had no gradient: use it, or freeze it, or no run resumes")
     try:
-        dcp.save(state_of(model, optimizer, objects, settings, done), checkpoint_id=path)
+        dcp.save(state, checkpoint_id=path)
     except dcp.CheckpointException as error:  # on all ranks
-        if dist.get_rank() == 0:
+        if rank == 0:
             shutil.rmtree(path, ignore_errors=True)
             print(f"warning: {path} was not saved ({reason_of(error)})",
                   file=sys.stderr, flush=True)
         return False
-    if dist.get_rank() == 0:
+    if rank == 0:
+        shards = dcp.FileSystemReader(path).read_metadata().storage_data.values()
+        if not all((path / shard.relative_path).exists() for shard in shards):
+            raise ValueError(f"{path} lacks shards: --checkpoint needs a disk that all nodes share")
         for older in complete(folder)[:-2]:
             shutil.rmtree(older, ignore_errors=True)
     return True
@@ -349,29 +366,35 @@ def save_sharded(folder, model, optimizer, objects, settings, done):  # MP-5
 def load_sharded(folder, model, optimizer, objects, settings, done):  # MP-5
     """Load the newest checkpoint that can be loaded, on any number of ranks; return its path.
 
-    Returns None if there is none. Raises SystemExit on all ranks, with one line from rank 0, if
-    none of them can be loaded, or if it belongs to other data.
+    Newer ones, which cannot be loaded, are renamed. Returns None if there is none. Raises
+    SystemExit on all ranks, with one line from rank 0, if none can be loaded, or if it is of
+    another number of images or parameters.
     """
-    rank, shared, problem = dist.get_rank(), [complete(folder)], None
+    rank, shared, damaged, problem = dist.get_rank(), [complete(folder)], [], None
     dist.broadcast_object_list(shared)  # as rank 0 sees the disk
     for path in reversed(shared[0]):
         state = state_of(model, optimizer, objects, settings, done)
         try:
             dcp.load(state, checkpoint_id=path)
         except dcp.CheckpointException as error:  # on all ranks
-            problem = f"{path}: {reason_of(error)}"
+            damaged, problem = [*damaged, path], f"{path}: {reason_of(error)}"
             if rank == 0:
                 print(f"warning: cannot load {problem}", file=sys.stderr, flush=True)
             continue
-        if state["settings"]["images"] != settings["images"]:
-            problem = f"{path} has {state['settings']['images']} training images"
+        before, problem = state["settings"], None
+        for name in ("images", "parameters"):
+            if before[name] != settings[name]:
+                problem = f"{path} has {before[name]} {name}, not {settings[name]}"
+        if problem:
             break
         set_state_dict(model, optimizer, model_state_dict=state["model"],
                        optim_state_dict=state["optimizer"])
-        done.update(state["done"])
+        done.update(json.loads(state["done"]))
         for name, thing in objects.items():
             thing.load_state_dict(state["objects"][name])
-        if state["settings"]["seed"] != settings["seed"] and rank == 0:
+        for newer in damaged if rank == 0 else []:
+            newer.rename(newer.with_name(f"damaged-{newer.name}-{time.time():.0f}"))
+        if before["seed"] != settings["seed"] and rank == 0:
             print("another --seed: some images of this epoch come again, others do not come",
                   flush=True)
         return path

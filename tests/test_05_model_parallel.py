@@ -3,6 +3,7 @@
 import re
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -224,6 +225,7 @@ def test_fsdp_resumes_bit_by_bit_from_the_newest_checkpoint_that_can_be_loaded(
         assert result.output.splitlines()[1] == f"resuming from {path}, {after}", result
         warned = f"warning: cannot load {run / saved[1]}: " in result.errors
         assert warned == (damage == "truncated"), result
+        assert len(list(run.glob("damaged-*"))) == warned
         assert equal(transformer / "resumed.pt", undisturbed)
 
 
@@ -254,12 +256,38 @@ def test_fsdp_stops_without_a_checkpoint_it_ends_with_an_error(transformer, tmp_
 
 
 @on_2_6
-def test_fsdp_rejects_what_is_of_another_run(transformer, tmp_path):
+@pytest.mark.parametrize(("change", "problem"), [
+    (["--width", 32], "Size mismatch"),
+    (["--width", 16, "--depth", 1], " parameters, not "),
+])
+def test_fsdp_rejects_a_checkpoint_of_another_model(change, problem, transformer, tmp_path):
     interrupted(transformer, tmp_path, 1)
-    given = ["--depth", 2, "--checkpoint", tmp_path / "checkpoint", "--data-dir", "common"]
-    result = run_ranks("fsdp.py", 2, "--width", 32, *given, cwd=transformer)
+    given = [*change, "--checkpoint", tmp_path / "checkpoint", "--data-dir", "common"]
+    result = run_ranks("fsdp.py", 2, "--depth", 2, *given, cwd=transformer)
     assert result.code == 1 and result.errors.count("error: cannot resume (") == 1, result
+    assert problem in result.errors.splitlines()[-1], result
     assert result.errors.endswith(f": move {tmp_path}/checkpoint away to start from scratch\n")
+
+
+@on_2_6
+@pytest.mark.parametrize(("old", "new", "error"), [
+    ("self.norm = nn.", "self.unused = nn.Linear(2, 2)\n        self.norm = nn.",
+     "ValueError: unused.weight has had no gradient"),
+    ("args = parser.parse_args()",
+     "args = parser.parse_args(); rank = os.environ['RANK']; os.mkdir(rank); os.chdir(rank)",
+     "lacks shards: --checkpoint needs a disk that all nodes share"),
+    ("        self.norm = nn.LayerNorm(width)\n        self.scores = nn.Linear(width, 10)",
+     "        self.norm = nn.LayerNorm(width)\n        self.scores = nn.Linear(width, 10)\n"
+     "        self.scores.bias = self.norm.weight",
+     "ValueError: a weight that two modules share became two"),
+], ids=["unused", "disks", "tied"])
+def test_fsdp_fails_at_once_where_it_would_fail_at_the_resume(
+    old, new, error, transformer, tmp_path
+):
+    project = shutil.copytree(transformer, tmp_path / "project")
+    edit(project, "fsdp.py", (old, new))
+    result = interrupted(project, project, 2, code=1)
+    assert error in result.errors, result
 
 
 @on_2_6
@@ -289,8 +317,9 @@ AFTER = """
 
 
 @on_2_6
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_no_rank_holds_the_whole_model_at_the_start(tmp_path):
-    """A model of 404 MB, in blocks of 50 MB: at most its shard, one block and the split one."""
+    """A model of 403 MB, in blocks of 50 MB: at most its shard, one block and the split one."""
     project = copy_project(tmp_path / "project", FOLDER / "fsdp.py")
     meta, apply = '\n    with torch.device("meta")', "    model.apply(shard)  # children first\n"
     edit(project, "fsdp.py", ("import os\n", "import os\nimport re\n"), (meta, BEFORE + meta),
