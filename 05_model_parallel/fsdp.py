@@ -368,7 +368,7 @@ def load_sharded(folder, model, optimizer, objects, settings, done):  # MP-5
 
     Newer ones, which cannot be loaded, are renamed. Returns None if there is none. Raises
     SystemExit on all ranks, with one line from rank 0, if none can be loaded, or if it is of
-    another number of images or parameters.
+    a different number of images or parameters.
     """
     rank, shared, damaged, problem = dist.get_rank(), [complete(folder)], [], None
     dist.broadcast_object_list(shared)  # as rank 0 sees the disk
@@ -395,7 +395,7 @@ def load_sharded(folder, model, optimizer, objects, settings, done):  # MP-5
         for newer in damaged if rank == 0 else []:
             newer.rename(newer.with_name(f"damaged-{newer.name}-{time.time():.0f}"))
         if before["seed"] != settings["seed"] and rank == 0:
-            print("another --seed: some images of this epoch come again, others do not come",
+            print("a different --seed: some images of this epoch come again, others do not come",
                   flush=True)
         return path
     if problem:
