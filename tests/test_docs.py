@@ -289,7 +289,7 @@ def test_the_smallest_form_of_02(tmp_path):
     (program,) = blocks(sections(ROOT / "02_ddp_spawn/README.md")["The smallest form"], "python")
     (shown,) = blocks(sections(ROOT / "02_ddp_spawn/README.md")["The smallest form"], "text")
     (tmp_path / "small.py").write_text(program.replace("29500", str(free_port())))
-    result = run([sys.executable, "small.py"], tmp_path)
+    result = run([sys.executable, "small.py"], tmp_path, PYTHONUNBUFFERED="")  # whole lines
     assert result.code == 0 and sorted(result.output.splitlines()) == shown.splitlines(), result
 
 
