@@ -152,8 +152,9 @@ def train(args):
     test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
     # 3. Model
-    mesh = init_device_mesh(device.type, (world_size,))
-    if args.shards < world_size:  # MP-1: HSDP: several copies of the model, each in shards
+    if args.shards == world_size:  # MP-1: FSDP
+        mesh = init_device_mesh(device.type, (world_size,))
+    else:  # MP-1: HSDP: several copies of the model, each in shards
         sizes, names = (world_size // args.shards, args.shards), ("copy", "shard")
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     policy = MixedPrecisionPolicy()

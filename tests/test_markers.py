@@ -3,6 +3,7 @@
 There are no exceptions. A script is one file, with a tiny common/ next to it.
 """
 
+import ast
 import difflib
 import re
 
@@ -34,6 +35,18 @@ def code(folder):
     """The lines of a script after its docstring, without indentation, as `git diff -w` does."""
     text = (ROOT / folder / "train.py").read_text()
     return [line.strip() for line in text.split('"""', 2)[2].splitlines()]
+
+
+def test_fsdp_is_stopped_and_resumed_by_the_definitions_of_06():
+    of_06, of_fsdp = [
+        {part.name: ast.unparse(part) for part in ast.parse((ROOT / script).read_text()).body
+         if isinstance(part, ast.FunctionDef | ast.ClassDef)}
+        for script in ("06_checkpointing/train.py", "05_model_parallel/fsdp.py")
+    ]
+    own = {"parse_args", "train", "evaluate"}  # of each script
+    for name in of_06.keys() & of_fsdp.keys() - own:
+        assert of_06[name] == of_fsdp[name], name
+    assert {"RestOfEpoch", "ByProgress", "in_steps", "catch_stop_signals"} <= of_fsdp.keys()
 
 
 @pytest.mark.parametrize("folder", BASES)
