@@ -447,3 +447,14 @@ def distance(one, other):
 def equal(one, other):
     """Whether two files contain the same weights, bit by bit."""
     return all(torch.equal(tensor, another) for tensor, another in pairs(one, other))
+
+
+def bits(state):
+    """A state to be compared bit by bit: its tensors as their type, shape and bytes."""
+    if isinstance(state, dict):
+        return {name: bits(part) for name, part in state.items()}
+    if isinstance(state, list):
+        return [bits(part) for part in state]
+    if isinstance(state, torch.Tensor):
+        return state.dtype, state.shape, state.numpy().tobytes()
+    return state

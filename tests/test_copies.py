@@ -18,6 +18,7 @@ import torch
 from helpers import (
     ROOT,
     WITNESS,
+    bits,
     copy_project,
     declare_torchvision_operators,
     distance,
@@ -253,13 +254,6 @@ def test_two_ranks_and_micro_batches_take_the_steps_of_a_whole_batch(project, tm
         assert result.code == 0, result
     for weights in ("last.pt", "best.pt"):
         assert distance(exact / "1" / weights, exact / "2" / weights) < 1e-12
-
-
-def bits(value):
-    """What is in a checkpoint, with its tensors as bytes."""
-    if isinstance(value, dict):
-        return {name: bits(part) for name, part in value.items()}
-    return value.numpy().tobytes() if isinstance(value, torch.Tensor) else value
 
 
 @pytest.mark.slow

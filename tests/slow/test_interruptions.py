@@ -197,7 +197,7 @@ def test_training_continues_without_a_lost_node(small, tmp_path):
 
 
 def test_without_its_launcher_a_run_saves_and_ends(small, undisturbed, tmp_path):
-    """After `kill -9` of run.sh, which is torchrun: a rerun would train beside the ranks."""
+    """After `kill -9` of run.sh, which is torchrun: a rerun would train next to the ranks."""
     running = Running(command(small, *LONG), tmp_path)
     wait_for("epoch 2/12", running)
     running.process.kill()
