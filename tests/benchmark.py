@@ -39,7 +39,9 @@ import network
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # if DDP imports it later, it keeps the process group alive
-from helpers import EPOCH, ROOT, clean_environment, declare_torchvision_operators, load_script
+from helpers.commands import EPOCH, clean_environment
+from helpers.paths import ROOT
+from helpers.scripts import declare_torchvision_operators, load_script
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -298,10 +300,10 @@ class Run:
 
 # What is measured, what it is compared with, whether more is better
 ROWS = {
-    "goal": (f"seconds to {GOAL:.1%} accuracy, start and evaluation included", "recipe", False),
     "float32": (f"images/s of training, batch size {BATCH}", "recipe", True),
     "amp": (f"images/s of training, batch size {BATCH}, `--amp`", "recipe with autocast", True),
     "evaluation": ("images/s of evaluation", "single samples, a gather per batch", True),
+    "goal": (f"seconds to {GOAL:.1%} accuracy, start and evaluation included", "recipe", False),
     "memory": ("MiB of the largest process at its peak", "recipe", False),
     "processes": (
         f"images/s of {PROCESSES} processes, one thread each",

@@ -9,9 +9,12 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers import Launch, copy_repository
+import torch
+from helpers.checks import Launch
+from helpers.projects import copy_repository
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks torch; all commands inherit it
+torch.set_num_threads(1)  # two threads wait for each other where other processes use the cores
 
 
 def pytest_collection_modifyitems(items):

@@ -8,7 +8,7 @@ import threading
 from contextlib import contextmanager
 
 import torch
-from helpers import declare_torchvision_operators
+from helpers.scripts import declare_torchvision_operators
 
 import common.data as data
 

@@ -1,4 +1,4 @@
-"""When does it stop scaling? 04 on two hosts over slow links, and what grows with the processes.
+"""What communication costs: 04 on two hosts over slow links, and what grows with the processes.
 
     python tests/benchmark.py --network
 
@@ -21,7 +21,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
-from helpers import DIGITS, ROOT, Running, free_port, load_script, run
+from helpers.commands import Running, free_port, run
+from helpers.paths import DIGITS, ROOT
+from helpers.scripts import load_script
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.data import DistributedSampler
 

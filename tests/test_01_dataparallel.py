@@ -1,7 +1,8 @@
 """01: one process; and what the options of 01 to 04 have in common."""
 
 import pytest
-from helpers import DIGITS, ROOT, load_script, parse, rejected
+from helpers.paths import DIGITS, ROOT
+from helpers.scripts import load_script, parse, rejected
 
 SCRIPT = ROOT / "01_dataparallel/train.py"
 

@@ -1,6 +1,7 @@
 """03: processes spawned on several nodes, here as two nodes on this machine."""
 
-from helpers import WITNESS, Running, check_trained, free_port
+from helpers.checks import check_trained
+from helpers.commands import WITNESS, Running, free_port
 
 
 def test_two_nodes_train_evaluate_and_save(repository, tmp_path):

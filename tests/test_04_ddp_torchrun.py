@@ -13,22 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import (
-    ROOT,
-    WITNESS,
-    Running,
-    check_trained,
-    copy_project,
-    distance,
-    edit,
-    load_script,
-    processes,
-    run_ranks,
-    splittable,
-    trained,
-    wait_for,
-    wait_until,
-)
+from helpers.checks import check_trained, distance
+from helpers.commands import WITNESS, Running, processes, wait_for, wait_until
+from helpers.paths import ROOT
+from helpers.projects import copy_project, edit, fewer_digits, splittable, trained
+from helpers.ranks import run_ranks
+from helpers.scripts import load_script
 
 FOLDER = ROOT / "04_ddp_torchrun"
 DATA = ["--data-dir", "common"]
@@ -53,7 +43,9 @@ def test_a_copy_trains_three_ranks_with_a_remainder(tmp_path):
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    return splittable(tmp_path_factory.mktemp("project"))
+    project = splittable(tmp_path_factory.mktemp("project"))
+    fewer_digits(project, now=140, digits=60)
+    return project
 
 
 def test_two_ranks_take_the_steps_of_one_with_the_whole_batch(project):
@@ -83,6 +75,7 @@ ADAPTED = [
      "(kept[-1] * net.fc.weight).sum() * 0 if kept else criterion(model(images), labels)"),
     ("    correct = []\n", "    correct = []\n    kept.append(net.fc.weight * 1)\n"),
     ("MAX_GRAD_NORM =", "kept = []\nMAX_GRAD_NORM ="),
+    ("    # 4. Loss", "    print('random', torch.rand(1).item(), flush=True)\n    # 4. Loss"),
 ]
 
 
@@ -105,6 +98,7 @@ def test_the_loop_leaves_rates_frozen_layers_and_kept_tensors_alone(tmp_path):
         scheduler.step()
     torch.testing.assert_close(rates, torch.tensor(expected))
     assert rates[:, 1].max() > 0.9 * peak
+    assert len(set(re.findall("^random (.*)", result.output, re.M))) == 2  # as dropout draws
     weights = torch.load(project / "mnist.pt", weights_only=True)
     assert not weights["layer1.1.running_mean"].any()  # frozen from the first epoch on
     assert weights["layer2.1.running_mean"].all()
@@ -121,7 +115,7 @@ def test_one_progress_bar_on_a_terminal(project):
     os.close(end)
     os.close(terminal)
     assert seen.count(b"epoch 1/1:   0%|") == 1, seen
-    assert re.search(rb"\| 0/10 \[00:00<\?, \?it/s\]", seen), seen
+    assert re.search(rb"\| 0/5 \[00:00<\?, \?it/s\]", seen), seen
 
 
 def test_sigusr1_prints_where_every_rank_is(tmp_path):
@@ -131,16 +125,17 @@ def test_sigusr1_prints_where_every_rank_is(tmp_path):
     job = Running(command, project, NPROC="2", OMP_NUM_THREADS="1")
     try:
         wait_for("epoch 1/", job)
-        for process in processes(job.token):
-            command = Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
-            if re.search("-u .*train.py", command):
-                os.kill(process, signal.SIGUSR1)
+        ranks = [process for process in processes(job.token) if re.search(
+            "-u .*train.py", Path(f"/proc/{process}/cmdline").read_text().replace("\0", " "))]
+        assert len(ranks) == 2
+        for number, rank in enumerate(ranks, start=1):  # one by one, or their lines mix
+            os.kill(rank, signal.SIGUSR1)
 
-        def both_ranks_have_printed():  # that train was called in main, which was called
-            frames = re.findall(r'train\.py", line \d+ in (\w+)', job.printed()[1])
-            return all(frames.count(name) >= 2 for name in ("train", "main"))
+            def has_printed(number=number):  # that train was called in main, which was called
+                frames = re.findall(r'train\.py", line \d+ in (\w+)', job.printed()[1])
+                return all(frames.count(name) >= number for name in ("train", "main"))
 
-        wait_until(both_ranks_have_printed, job)
+            wait_until(has_printed, job, limit=60)
         seen = job.printed()[0].count("epoch ")
         wait_for("epoch ", job, times=seen + 2)
     finally:

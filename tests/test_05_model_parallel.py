@@ -7,24 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import (
-    DIGITS,
-    ROOT,
-    WITNESS,
-    bare_accuracy,
-    clip_at,
-    copy_project,
-    distance,
-    edit,
-    equal,
-    fewer_digits,
-    load_script,
-    parse,
-    rejected,
-    run,
-    run_ranks,
-    without_batch_norm,
-)
+from helpers.checks import bare_accuracy, check_trained, distance, equal
+from helpers.commands import WITNESS, run
+from helpers.paths import DIGITS, ROOT
+from helpers.projects import clip_at, copy_project, edit, fewer_digits, without_batch_norm
+from helpers.ranks import run_ranks
+from helpers.scripts import load_script, parse, rejected
 
 FOLDER = ROOT / "05_model_parallel"
 SCRIPTS = ("train.py", "pipeline.py", "tensor_parallel.py", "fsdp.py")
@@ -39,24 +27,30 @@ def launch(script, *options):
 
 @pytest.mark.parametrize("script", [
     launch("train.py", "--batch-size", 30, "--chunks", 3),
-    launch("pipeline.py", "--batch-size", 60, "--chunks", 3),
-    launch("tensor_parallel.py", "--batch-size", 60),
     launch("fsdp.py", "--batch-size", 30),
 ])
 def test_trains_evaluates_and_saves(script, launched):
-    models = {"tensor_parallel.py": mlp_accuracy, "fsdp.py": transformer_accuracy}
-    accuracy_of = models.get(script, bare_accuracy)
-    ranks = 2 if script in ("train.py", "fsdp.py") else 1  # whose shares of the loss are summed
-    at_least = 0.2 if script == "fsdp.py" else 0.5  # a transformer needs more steps
-    result = launched.check(epochs=2, ranks=ranks, at_least=at_least, accuracy_of=accuracy_of)
-    assert result.errors == "", result
-    if script == "fsdp.py":  # 4 bytes for each parameter, on two ranks
+    if script == "train.py":
+        result = launched.check(epochs=2, at_least=0.5)
+    else:  # a transformer needs more steps
+        result = launched.check(epochs=2, at_least=0.2, accuracy_of=transformer_accuracy)
         block = 2 * 2 * 64 + 3 * 64**2 + 64 * 65 + 256 * 65 + 64 * 257
         parameters = 64 * 50 + 16 * 64 + 3 * block + 2 * 64 + 10 * 65
-        shards = f"{parameters} parameters, bytes per rank: {[parameters * 2] * 2}"
+        shards = f"{parameters} parameters, bytes per rank: {[parameters * 4 // 2] * 2}"
         assert result.output.splitlines()[0] == shards
+    assert result.errors == "", result
+
+
+@pytest.mark.parametrize("script", ["pipeline.py", "tensor_parallel.py"])
+def test_trains_evaluates_and_saves_where_all_ranks_share_a_batch(script, repository, tmp_path):
+    options = ["--epochs", 2, "--batch-size", 60, "--data-dir", repository / "common"]
+    options += ["--chunks", 3] if script == "pipeline.py" else []
+    result = run_ranks(repository / "05_model_parallel" / script, 2, *options, cwd=tmp_path)
+    accuracy_of = bare_accuracy if script == "pipeline.py" else mlp_accuracy
+    check_trained(result, tmp_path, epochs=2, ranks=1, at_least=0.5, accuracy_of=accuracy_of)
+    assert result.errors == "", result
     if script == "pipeline.py":  # no trial run counts in BatchNorm's statistics
-        state = torch.load(launched.place / "mnist.pt", weights_only=True)
+        state = torch.load(tmp_path / "mnist.pt", weights_only=True)
         counts = [state[f"layer{n}.1.num_batches_tracked"] for n in (1, 2)]
         assert counts == [2 * 21 * 3] * 2  # micro-batches
 
@@ -203,7 +197,7 @@ def test_fsdp_resumes_bit_by_bit_from_the_newest_checkpoint_that_can_be_loaded(
     Two are kept: of the stop after four steps of the second epoch, and of its third step.
     """
     options = ["--epochs", 2, "--lr", 0.05]
-    result = interrupted(transformer, tmp_path, 16, *options)  # 12 in the first epoch
+    result = interrupted(transformer, tmp_path, 21, *options)  # 17 in the first epoch
     stopped = "after 1 of 2 epochs and 240 of 540 images"
     assert result.output.splitlines()[-1].startswith(f"stopped {stopped}; rerun the same"), result
     saved = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
@@ -280,7 +274,10 @@ def test_fsdp_rejects_a_checkpoint_of_another_model(change, problem, transformer
      "        self.norm = nn.LayerNorm(width)\n        self.scores = nn.Linear(width, 10)\n"
      "        self.scores.bias = self.norm.weight",
      "ValueError: a weight that two modules share became two"),
-], ids=["unused", "disks", "tied"])
+    ("        self.scores = nn.Linear(width, 10)\n", "        self.scores = nn.Linear(width, 10)\n"
+     "        self.scores.scale = nn.Parameter(torch.ones(1))\n",
+     "ValueError: reset_parameters() does not fill ['scores.scale']"),
+], ids=["unused", "disks", "tied", "unset"])
 def test_fsdp_fails_at_once_where_it_would_fail_at_the_resume(
     old, new, error, transformer, tmp_path
 ):
@@ -288,6 +285,21 @@ def test_fsdp_fails_at_once_where_it_would_fail_at_the_resume(
     edit(project, "fsdp.py", (old, new))
     result = interrupted(project, project, 2, code=1)
     assert error in result.errors, result
+
+
+@on_2_6
+def test_recompute_computes_the_blocks_of_any_model_twice(transformer, tmp_path):
+    project = shutil.copytree(transformer, tmp_path / "project")
+    edit(project, "fsdp.py", ("        heads = self.", "        CALLS.append(self.training)\n"
+         "        heads = self."), ("\nfaulthandler.", "\nCALLS = []\nfaulthandler."),
+         ("    sys.exit(0", "    print('calls', sum(CALLS), flush=True)\n    sys.exit(0"))
+    calls = []
+    for options in ([], ["--recompute"]):
+        given = [*SMALL, "--epochs", 1, "--batch-size", 90, "--data-dir", "common", *options]
+        result = run_ranks("fsdp.py", 1, *given, "--checkpoint", f"run{options}", cwd=project)
+        assert result.code == 0, result
+        calls.append(int(re.search(r"^calls (\d+)", result.output, re.M)[1]))
+    assert calls == [2 * 6, 2 * 2 * 6]  # two blocks, six steps
 
 
 @on_2_6

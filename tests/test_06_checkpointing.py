@@ -11,19 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import (
-    ROOT,
-    WITNESS,
-    bits,
-    copy_project,
-    edit,
-    equal,
-    exit_codes,
-    load_script,
-    run_ranks,
-    start_ranks,
-    wait_until,
-)
+from helpers.checks import bits, equal
+from helpers.commands import WITNESS, wait_until
+from helpers.paths import ROOT
+from helpers.projects import copy_project, edit
+from helpers.ranks import exit_codes, run_ranks, start_ranks
+from helpers.scripts import load_script
 
 FOLDER = ROOT / "06_checkpointing"
 

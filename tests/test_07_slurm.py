@@ -5,21 +5,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from helpers import (
-    DIGITS,
-    ROOT,
-    WITNESS,
-    check_trained,
-    exit_codes,
-    fake_tools,
-    free_port,
-    load_script,
-    parse,
-    run,
-    run_rank,
-    run_ranks,
-    start,
-)
+from helpers.checks import check_trained
+from helpers.commands import WITNESS, fake_tools, free_port, run
+from helpers.paths import DIGITS, ROOT
+from helpers.ranks import exit_codes, run_rank, run_ranks, start
+from helpers.scripts import load_script, parse
 
 FOLDER = ROOT / "07_slurm"
 SCONTROL = """

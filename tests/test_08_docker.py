@@ -4,7 +4,8 @@ import json
 import re
 
 import pytest
-from helpers import ROOT, bare_tools, fake_tools, run
+from helpers.commands import bare_tools, fake_tools, run
+from helpers.paths import ROOT
 
 FOLDER = ROOT / "08_docker"
 DOCKER = """

@@ -8,7 +8,10 @@ import mnist_mirror
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import DIGITS, ROOT, bare_accuracy, exit_codes, load_script, start
+from helpers.checks import bare_accuracy
+from helpers.paths import DIGITS, ROOT
+from helpers.ranks import exit_codes, start
+from helpers.scripts import load_script
 from torch.utils.data import DataLoader, DistributedSampler
 
 from common.data import load_mnist

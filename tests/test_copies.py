@@ -5,31 +5,21 @@ A recorder, which the tests add to a copy, notes what each rank has before each 
 
 import json
 import math
-import os
 import random
 import re
 import shutil
 import signal
-import subprocess
 from collections import Counter
 
 import pytest
 import torch
-from helpers import (
-    ROOT,
-    WITNESS,
-    bits,
-    copy_project,
-    declare_torchvision_operators,
-    distance,
-    edit,
-    equal,
-    load_script,
-    run,
-    run_ranks,
-)
+from helpers.checks import bits, distance, equal
+from helpers.commands import WITNESS, run
+from helpers.paths import ROOT
+from helpers.projects import apply, copy_project, edit
+from helpers.ranks import run_ranks
+from helpers.scripts import declare_torchvision_operators, load_script
 
-COPIES = ROOT / "tests/copies"
 STEP = "            optimizer.step()\n"
 NOTE = """
 import json, os
@@ -44,10 +34,7 @@ def adapted(folder, patch, note, recorder):
     """A copy of the script that this patch is for, with the patch and a recorder of its steps."""
     [script] = ROOT.glob(f"{patch[:2]}_*/train.py")
     project = copy_project(folder / "my project", script, "run.sh")
-    command = ["git", "apply", "-p2", "--reject", "--verbose", COPIES / patch]
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(project.parent)}
-    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"{patch} does not fit {script}:\n{done.stderr}"
+    apply(project, patch)
     (project / "recorder.py").write_text(NOTE + recorder)
     edit(project, "train.py", ("\nfaulthandler.", "\nimport recorder\nfaulthandler."),
          (STEP, f"            recorder.{note}\n{STEP}"))

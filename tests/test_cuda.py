@@ -13,23 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import (
-    ROOT,
-    VISIBLE_GPUS,
-    WITNESS,
-    bare_accuracy,
-    check_warnings,
+from helpers.checks import bare_accuracy, check_warnings, distance
+from helpers.commands import VISIBLE_GPUS, WITNESS, free_port, run
+from helpers.paths import ROOT
+from helpers.projects import (
     copy_project,
     copy_repository,
-    distance,
     edit,
-    free_port,
-    run,
-    run_ranks,
     splittable,
     trained,
     without_batch_norm,
 )
+from helpers.ranks import run_ranks
 
 CUDA = ["--device", "cuda"]
 MNIST = Path(os.environ["MNIST_DIR"]).resolve() if "MNIST_DIR" in os.environ else None

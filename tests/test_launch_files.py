@@ -6,7 +6,8 @@ import shutil
 import subprocess
 
 import pytest
-from helpers import ROOT, fake_tools, label, run
+from helpers.commands import fake_tools, run
+from helpers.paths import ROOT, label
 
 LAUNCHERS = sorted(ROOT.glob("0*/run.sh"))
 STATIC = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
@@ -39,6 +40,8 @@ def test_form(path):
      "--master-port=29500 {}/train.py"),
     ("05_model_parallel", {"SCRIPT": "fsdp.py"}, "6",
      "torchrun --standalone --nproc-per-node=2 {}/fsdp.py"),
+    ("06_checkpointing", {"NNODES": "1"}, "3",
+     "torchrun --standalone --nproc-per-node=5 --max-restarts=3 {}/train.py"),
     ("06_checkpointing", {}, "3",
      "torchrun --standalone --nproc-per-node=5 --max-restarts=3 {}/train.py"),
     ("06_checkpointing", {"RDZV_ENDPOINT": "h:29400"}, "3",
@@ -58,11 +61,18 @@ def test_launches(folder, settings, threads, launch, tmp_path):
     assert result.output == f"{launcher} {threads} {arguments} --lr a b\n", result
 
 
+def test_06_starts_no_separate_job_on_each_of_several_nodes(tmp_path):
+    path = fake_tools(tmp_path / "fake", python="echo 2", torchrun="echo started")
+    result = run(["bash", ROOT / "06_checkpointing/run.sh"], tmp_path, PATH=path, NNODES="2")
+    assert result.code and not result.output, result
+    assert "RDZV_ENDPOINT: unbound variable" in result.errors, result
+
+
 def test_any_script_can_be_launched(tmp_path):
     """One that prints when it is imported, and has no options."""
     shutil.copy(ROOT / "04_ddp_torchrun/run.sh", tmp_path)
-    show = "os.environ['LOCAL_WORLD_SIZE'], os.environ['OMP_NUM_THREADS']"
-    (tmp_path / "train.py").write_text(f"import os\nprint('my script', {show})\n")
+    show = "'my script {LOCAL_WORLD_SIZE} {OMP_NUM_THREADS}\\n'.format(**os.environ).encode()"
+    (tmp_path / "train.py").write_text(f"import os\nos.write(1, {show})  # in one piece\n")
     result = run(["bash", "run.sh"], tmp_path)
     threads = (os.cpu_count() + 1) // 2
     assert (result.code, result.output) == (0, f"my script 2 {threads}\n" * 2), result

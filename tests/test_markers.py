@@ -8,7 +8,7 @@ import difflib
 import re
 
 import pytest
-from helpers import ROOT, label
+from helpers.paths import ROOT, label
 
 BASES = {  # each script and the script that it builds on
     "02_ddp_spawn": "01_dataparallel",

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from helpers import clean_environment
+from helpers.commands import clean_environment
 
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where ip may be
 ADDRESSES = {"h0": "10.78.0.1", "h1": "10.78.0.2"}

@@ -14,7 +14,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from helpers import IGNORED, ROOT, Running, check_trained, equal, fewer_digits, wait_until
+from helpers.checks import check_trained, equal
+from helpers.commands import Running, wait_until
+from helpers.paths import ROOT
+from helpers.projects import IGNORED, fewer_digits
 from hosts import ADDRESSES, Daemons
 
 FOLDER = ROOT / "08_docker"

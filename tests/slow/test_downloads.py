@@ -3,7 +3,8 @@
 import sys
 
 import mnist_mirror
-from helpers import ROOT, WITNESS, Running, wait_until
+from helpers.commands import WITNESS, Running, wait_until
+from helpers.paths import ROOT
 
 from common.data import load_mnist
 

@@ -4,19 +4,11 @@ import os
 import signal
 
 import pytest
-from helpers import (
-    FOLDERS,
-    ROOT,
-    WITNESS,
-    Running,
-    check_trained,
-    copy_project,
-    edit,
-    free_port,
-    run_ranks,
-    torchrun,
-    wait_for,
-)
+from helpers.checks import check_trained
+from helpers.commands import WITNESS, Running, free_port, torchrun, wait_for
+from helpers.paths import FOLDERS, ROOT
+from helpers.projects import copy_project, edit
+from helpers.ranks import run_ranks
 
 ENDLESS = ["--epochs", 10**6]
 

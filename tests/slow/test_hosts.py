@@ -8,7 +8,11 @@ import shutil
 import time
 
 import pytest
-from helpers import ROOT, Running, copy_project, distance, edit, free_port, run_ranks, wait_for
+from helpers.checks import distance
+from helpers.commands import Running, free_port, wait_for
+from helpers.paths import ROOT
+from helpers.projects import copy_project, edit
+from helpers.ranks import run_ranks
 from hosts import ADDRESSES
 
 RUN_03 = ["bash", "{project}/03/run.sh", "--data-dir", "{project}/03/common", "-g", "{nproc}"]

@@ -10,22 +10,11 @@ import time
 from collections import Counter
 
 import pytest
-from helpers import (
-    ROOT,
-    WITNESS,
-    Running,
-    copy_project,
-    edit,
-    equal,
-    free_port,
-    processes,
-    run,
-    run_ranks,
-    start_ranks,
-    wait_for,
-    wait_until,
-    with_dropout,
-)
+from helpers.checks import equal
+from helpers.commands import WITNESS, Running, free_port, processes, run, wait_for, wait_until
+from helpers.paths import ROOT
+from helpers.projects import copy_project, edit, with_dropout
+from helpers.ranks import run_ranks, start_ranks
 
 FOLDER = ROOT / "06_checkpointing"
 STOPPED = 1  # torchrun's exit code after a signal
@@ -93,7 +82,7 @@ def test_stopped_after_every_step(ranks, options, small, tmp_path):
     expected = train_undisturbed(small, ranks, tmp_path, *options)
     output = ""
     for start in range(8):
-        number = (signal.SIGTERM, signal.SIGINT)[start // ranks % 2]
+        number = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)[start // ranks % 3]
         stop = signal_at_batch(start % ranks, number, 1)
         output += train(small, ranks, tmp_path, *options, **stop)
     output += train(small, ranks, tmp_path, *options)  # which has only the last evaluation to do
@@ -154,7 +143,7 @@ def test_signals_to_all_processes_with_dataloader_workers(small, undisturbed, tm
     wait_until((tmp_path / "checkpoint.pt").exists, running)
     everything = processes(running.token)
     assert len(everything) >= 7, everything  # torchrun, two ranks, two workers each
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
         for process in everything:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)

@@ -6,18 +6,11 @@ import shutil
 import time
 
 import pytest
-from helpers import (
-    IGNORED,
-    ROOT,
-    WITNESS,
-    edit,
-    equal,
-    fewer_digits,
-    processes,
-    run_ranks,
-    wait_until,
-    with_dropout,
-)
+from helpers.checks import equal
+from helpers.commands import WITNESS, processes, wait_until
+from helpers.paths import ROOT
+from helpers.projects import IGNORED, edit, fewer_digits, with_dropout
+from helpers.ranks import run_ranks
 from hosts import ADDRESSES, Daemons
 
 FOLDER = ROOT / "07_slurm"

@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, run
+from helpers.commands import run
+from helpers.paths import ROOT
 
 TESTS = (
     "test_02_ddp_spawn.py::test_both_ranks_train_evaluate_and_save",

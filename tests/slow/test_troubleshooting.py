@@ -11,7 +11,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, bare_tools, run, torchrun
+from helpers.commands import bare_tools, free_port, run, torchrun
+from helpers.paths import ROOT
 from test_common import in_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -132,6 +133,8 @@ ELSEWHERE = {  # the test that shows it
     "the start hangs, then fails": "slow/test_hosts.py::test_nodes_that_cannot_connect",
     "`address already in use`": "slow/test_hosts.py::test_nodes_that_cannot_connect",
     "`Temporary failure": "slow/test_hosts.py::test_nodes_that_cannot_connect",
+    "`Cuda is not available`": "slow/test_troubleshooting.py::test_torchrun_ends_with",
+    "c10d: `RendezvousConnectionError`": "slow/test_troubleshooting.py::test_torchrun_ends_with",
     "c10d: `network addresses":
         "slow/test_hosts.py::test_c10d_where_each_host_knows_only_its_own_name",
     "Gloo: `connectFullMesh":
@@ -167,7 +170,7 @@ NOWHERE = {  # why a row is not reproduced
     "`(errno: 97": "needs a machine without IPv6",
     "a notebook": "needs a notebook",
     "NCCL: `unhandled": "needs GPUs",
-    "c10d: `has failed": "depends on which node ends first",
+    "self-test: the checks": "needs GPUs",
     "a hang at the first": "needs GPUs",
     "slow between machines": "needs InfiniBand",
     "GPU memory is in use": "needs GPUs",
@@ -179,7 +182,7 @@ NOWHERE = {  # why a row is not reproduced
 def test_each_row_is_accounted_for():
     main, of_04 = ((ROOT / name / "README.md").read_text() for name in (".", "04_ddp_torchrun"))
     tables = main.split("\n## Troubleshooting\n")[1].split("\n## ")[0]
-    for section in ("### If they do not connect", "## Find a hang"):
+    for section in ("### If the nodes do not connect", "## Find a hang"):
         tables += of_04.split(f"\n{section}\n")[1].split("\n## ")[0]
     symptoms = re.findall(r"^\| (?!symptom|---)(.*?) \|", tables, re.M)
     rows = [*HERE, *ELSEWHERE, *NOWHERE]
@@ -204,6 +207,20 @@ def test_is_seen_here(row, tmp_path):
 def test_without_a_launcher(tmp_path):
     result = run([sys.executable, ROOT / "04_ddp_torchrun/train.py"], tmp_path)
     assert result.code == 1 and result.errors.endswith("KeyError: 'RANK'\n"), result
+
+
+C10D = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:PORT"]
+
+
+@pytest.mark.parametrize(("options", "error"), [
+    (["--nproc-per-node=gpu"], "ValueError: Cuda is not available"),
+    ([*C10D, "--rdzv-conf=is_host=false,read_timeout=3"], "RendezvousConnectionError"),
+    ([*C10D, "--rdzv-conf=join_timeout=3,last_call_timeout=1"], "RendezvousTimeoutError"),
+])
+def test_torchrun_ends_with(options, error, tmp_path):
+    options = [option.replace("PORT", str(free_port())) for option in options]
+    result = run(["torchrun", *options, ROOT / "04_ddp_torchrun/train.py"], tmp_path, limit=100)
+    assert result.code and error in result.errors, result
 
 
 @pytest.mark.parametrize(("options", "error"), [

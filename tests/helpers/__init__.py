@@ -1,0 +1,1 @@
+"""What the tests share, by purpose; tests/README.md lists it."""

@@ -1,0 +1,169 @@
+"""Run commands as users do, and read what they print."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+from helpers.paths import ROOT
+
+VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")  # conftest.py hides them, except in test_cuda
+SITECUSTOMIZE = ROOT / "tests/witness/sitecustomize.py"
+WITNESS = {"PYTHONPATH": str(SITECUSTOMIZE.parent)}  # makes Python read it at its start
+EPOCH = r"epoch (?P<epoch>\d+)/(?P<epochs>\d+)  loss (?P<loss>\d+\.\d{4})  "
+EPOCH += r"accuracy (?P<accuracy>[01]\.\d{4})  (?P<seconds>\d+\.\d) s  (?P<speed>\d+) images/s"
+EPOCH = re.compile(EPOCH)
+
+# Of launch files and torchrun, as those of Slurm: a test sets them itself or leaves them out
+SETTINGS = """
+    NPROC NNODES NODE_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS RANK LOCAL_RANK WORLD_SIZE
+    LOCAL_WORLD_SIZE GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME RDZV_ENDPOINT SCRIPT OPTIONS USER_ID
+    GROUP_ID TORCH_DISABLE_SHARE_RDZV_TCP_STORE TORCH_ELASTIC_SHUTDOWN_TIMEOUT
+""".split()
+
+
+def clean_environment():
+    """The environment of the tests, without what would change what a launch file does."""
+    names = [name for name in os.environ if not name.startswith("SLURM_")]
+    return {name: os.environ[name] for name in names if name not in SETTINGS}
+
+
+class Result:
+    """A finished command: its exit code and what it printed."""
+
+    def __init__(self, command, code, output, errors):
+        self.command, self.code, self.output, self.errors = command, code, output, errors
+
+    def __repr__(self):
+        command = " ".join(map(str, self.command))
+        return f"{command}\nexit code {self.code}\n{self.output}\n{self.errors}"
+
+    def epochs(self):
+        """The epoch lines as dictionaries. Raises if a line begins like one and is none."""
+        lines = [line for line in self.output.splitlines() if line.startswith("epoch")]
+        assert all(EPOCH.fullmatch(line) for line in lines), self
+        return [EPOCH.fullmatch(line).groupdict() for line in lines]
+
+
+class Running:
+    """A command that has been started, with all processes that it starts."""
+
+    def __init__(self, command, cwd, **environment):
+        self.command, self.token, self.start = command, uuid.uuid4().hex, time.monotonic()
+        self.files = [tempfile.TemporaryFile("w+") for _ in range(2)]
+        environment = clean_environment() | environment | {"TEST_RUN": self.token}
+        self.process = subprocess.Popen(
+            [str(part) for part in command], cwd=cwd, env=environment, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=self.files[0], stderr=self.files[1],
+        )
+
+    def printed(self):
+        """What it has printed so far: standard output and standard error."""
+        for file in self.files:
+            file.seek(0)
+        return [file.read() for file in self.files]
+
+    def kill(self, *words):
+        """End, with SIGKILL, one process whose command line contains all these words."""
+        for process in processes(self.token):
+            command = Path(f"/proc/{process}/cmdline").read_text()
+            if all(word in command for word in words):
+                return os.kill(process, signal.SIGKILL)
+        raise AssertionError(f"no process of {self.command} has {words} in its command line")
+
+    def kill_all(self):
+        """End it and everything that it has started."""
+        kill(self.token)
+        self.process.wait()
+
+    def finish(self, limit=300):
+        """Return the result. It must end before the limit, and leave no process running."""
+        try:
+            self.process.wait(max(0, self.start + limit - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            kill(self.token)
+            printed = "\n".join(self.printed())
+            raise AssertionError(f"{self.command}: no end within {limit} s\n{printed}") from None
+        end = time.monotonic() + 30  # for the last processes
+        while (left := processes(self.token)) and time.monotonic() < end:
+            time.sleep(0.1)
+        kill(self.token)
+        result = Result(self.command, self.process.returncode, *self.printed())
+        assert not left, f"still running: {left}\n{result}"
+        return result
+
+
+def wait_until(condition, *running, limit=300):
+    """Wait until a condition holds. None of these commands may end before."""
+    end = time.monotonic() + limit
+    while not condition():
+        state = [text[-3000:] for each in running for text in each.printed()]
+        assert all(each.process.poll() is None for each in running), state
+        assert time.monotonic() < end, state
+        time.sleep(0.05)
+
+
+def wait_for(text, *running, times=1, limit=300):
+    """Wait until these commands have printed a text so many times; none of them may end before."""
+
+    def printed_often_enough():
+        return sum(each.printed()[0].count(text) for each in running) >= times
+
+    wait_until(printed_often_enough, *running, limit=limit)
+
+
+def run(command, cwd, limit=300, **environment):
+    """Run a command to its end; returns the result."""
+    return Running(command, cwd, **environment).finish(limit)
+
+
+def torchrun(script, nproc, *options, cwd, **environment):
+    """Run a script with torchrun, in this number of processes on two cores."""
+    command = ["torchrun", "--standalone", f"--nproc-per-node={nproc}", script, *options]
+    return run(command, cwd, **{"OMP_NUM_THREADS": str(max(1, 2 // nproc)), **environment})
+
+
+def free_port():
+    """A port on which nothing listens."""
+    with socket.create_server(("", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def processes(token):
+    """The ids of all processes that the Running with this token has started."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            if token.encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def kill(token):
+    for process in processes(token):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def fake_tools(folder, **scripts):
+    """A PATH on which these shell scripts come before the real tools of their names."""
+    folder.mkdir(parents=True)
+    for name, text in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def bare_tools(folder, **scripts):
+    """A PATH on which there are bash, dirname and these shell scripts, and nothing else."""
+    fake_tools(folder, **scripts)
+    for tool in ("bash", "dirname"):
+        (folder / tool).symlink_to(shutil.which(tool))
+    return str(folder)

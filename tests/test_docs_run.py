@@ -1,0 +1,206 @@
+"""Commands and programs in the READMEs run, and print what is shown."""
+
+import json
+import re
+import shlex
+import sys
+
+import pytest
+import torch
+from helpers.commands import Running, free_port, run
+from helpers.paths import ROOT, label
+from helpers.projects import copy_repository, edit
+from helpers.ranks import run_ranks
+from helpers.readmes import MAIN, READMES, blocks, commands, sections
+from helpers.scripts import parse
+from torch.distributed.run import get_args_parser
+
+LEARNED = 1.5  # a loss: it begins at 2.3, and label smoothing keeps it above 0.5
+NOT_RUN = {  # a pattern of commands, and why test_every_command_runs leaves them out
+    r"pip install": "CI runs both in a fresh clone",
+    r"10\.0\.0\.1|/shared/": "needs a second machine; see test_the_commands_for_two_machines",
+    r"cuda:0,cuda:1": "needs two GPUs",
+    r"--compile": "needs a C++ compiler",
+    r"pkill|python tests/": "is for a run of the reader's, or takes many minutes",
+    r"sbatch|salloc|srun|scontrol|scancel|sinfo": "needs Slurm",
+    r"docker": "needs a container engine",
+    r"pytest": "runs the tests",
+}
+
+
+def test_the_score_of_a_regression():
+    """Also where the labels are [N], from which [N, 1] would subtract to a matrix."""
+    readme = ROOT / "04_ddp_torchrun/README.md"
+    (line,) = re.findall(r"`(correct\.append\(.*\*\* 2\))`", readme.read_text())
+    images = torch.tensor([[1.0], [2.0], [4.0]])
+    for labels in (torch.tensor([1.0, 0.0, 1.0]), torch.tensor([[1.0], [0.0], [1.0]])):
+        exec(line, {"net": lambda images: images, "device": "cpu", "correct": (scores := []),
+                    "images": images, "labels": labels})
+        assert scores[0].tolist() == [0, 4, 9]
+
+
+def test_the_smallest_form_of_02(tmp_path):
+    (program,) = blocks(sections(ROOT / "02_ddp_spawn/README.md")["The smallest form"], "python")
+    (shown,) = blocks(sections(ROOT / "02_ddp_spawn/README.md")["The smallest form"], "text")
+    (tmp_path / "small.py").write_text(program.replace("29500", str(free_port())))
+    result = run([sys.executable, "small.py"], tmp_path, PYTHONUNBUFFERED="")  # whole lines
+    assert result.code == 0 and sorted(result.output.splitlines()) == shown.splitlines(), result
+
+
+def parts(command):
+    """The environment, launcher and its options, script and its options; no script: None."""
+    words = shlex.split(command.replace("$(", "").split("&&")[-1].removesuffix(" &"))
+    is_script = re.compile(r"(.*/)?(0\d_\w+|my_project|/app)/(train|run|\w+)\.(py|sh)")
+    place = next((n for n, word in enumerate(words) if is_script.fullmatch(word)), None)
+    if place is None or words[0] in ("git", "diff", "cp", "patch", "pkill", "grep"):
+        return None
+    settings = dict(word.split("=", 1) for word in words[:place] if re.match(r"[A-Z_]+=", word))
+    folder, name = words[place].rsplit("/", 1)
+    folder = {"/app": "06_checkpointing", "my_project": "04_ddp_torchrun"}.get(folder, folder)
+    if name == "run.sh":
+        name = settings.get("SCRIPT", "train.py")
+    script = ROOT / name if "/" in name else ROOT / folder / name
+    return settings, words[:place], script, words[place + 1 :]
+
+
+@pytest.mark.parametrize("path", READMES, ids=label)
+def test_scripts_and_torchrun_accept_the_options_shown(path, tmp_path, monkeypatch):
+    """Those in README, in the docstrings of its folder's scripts and in run.sh's comments."""
+    monkeypatch.chdir(tmp_path)
+    docstrings = "".join(script.read_text() for script in path.parent.glob("*.py"))
+    comments = "".join(script.read_text() for script in path.parent.glob("run.sh"))
+    shown = re.findall(r"^ {4}((?:python|torchrun|bash|sbatch) (?:.*\\\n)*.*)", docstrings, re.M)
+    shown += re.findall(r"^#.*?((?:[A-Z_]+=\S+ )*s?ba(?:sh|tch) 0\d_.*)", comments, re.M)
+    for command in [*commands(path), *(command.replace("\\\n", "") for command in shown)]:
+        if not parts(command):
+            continue
+        settings, launcher, script, options = parts(command)
+        assert script.exists(), command
+        is_split = label(script) == "05_model_parallel/train.py"  # one process for two devices
+        nodes, processes = 1, int(settings.get("NPROC", 1 if is_split else 2))
+        if "torchrun" in launcher:
+            words = launcher[launcher.index("torchrun") + 1 :]
+            arguments = get_args_parser().parse_args([*words, str(script)])
+            nodes = int(arguments.nnodes.split(":")[-1])
+            processes = int(arguments.nproc_per_node)
+        launch = {"RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": processes}
+        options = [option.replace("/shared/", "") for option in options]
+        gpus = 1 if "CUDA_VISIBLE_DEVICES" in settings else 8
+        parse(monkeypatch, script, *options, gpus=gpus, WORLD_SIZE=nodes * processes, **launch)
+
+
+@pytest.fixture
+def sandbox(tmp_path):
+    """A copy of the repository with few digits, also for MNIST, and therefore three epochs."""
+    copy = copy_repository(tmp_path / "copy")
+    for script in copy.glob("0*/*.py"):
+        if script.name in ("selftest.py", "fsdp.py"):  # fsdp.py has three anyway
+            continue
+        edit(copy, script.relative_to(copy), ('default=1, help="passes', 'default=3, help="passes'))
+    return copy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "folder", ["03_ddp_multinode_spawn", "04_ddp_torchrun", "06_checkpointing"]
+)
+def test_the_commands_for_two_machines(folder, sandbox):
+    """The plain commands as shown, except for the address, for two nodes on this machine."""
+    plain = [line for line in commands(ROOT / folder / "README.md") if "10.0.0.1" in line]
+    plain = [line for line in plain if line.startswith(("python", "torchrun"))]
+    plain = [line for line in plain for _ in range(1 + ("c10d" in line))]  # the same on both
+    for pair in zip(plain[::2], plain[1::2], strict=True):
+        settings, running = {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}, []
+        for command in pair:
+            command = command.replace("10.0.0.1", "127.0.0.1").replace("/shared/", "")
+            command = re.sub("29[45]00", settings["MASTER_PORT"], command)
+            running.append(Running(["bash", "-c", command], sandbox, **settings))
+        results = [each.finish() for each in running]
+        assert [result.code for result in results] == [0, 0], results
+        output = "".join(result.output for result in results)
+        if "selftest.py" in pair[0]:
+            assert "OK: all checks passed on 4 ranks" in output, results
+        else:
+            assert float(re.findall(r"^epoch 3/3  loss (\S+)", output, re.M)[0]) < LEARNED, results
+
+
+@pytest.mark.slow
+def test_the_figure_of_ranks_is_what_torchrun_does(tmp_path):
+    command = ["torchrun", "--nnodes=2", "--nproc-per-node=4", "--master-addr=127.0.0.1"]
+    command += [f"--master-port={free_port()}", "--no-python"]
+    show = ["bash", "-c", 'echo "$RANK $LOCAL_RANK $WORLD_SIZE"']
+    started = [Running([*command, f"--node-rank={node}", *show], tmp_path) for node in (0, 1)]
+    printed = [[line.split() for line in each.finish().output.splitlines()] for each in started]
+    found = [words for lines in printed for words in sorted(lines, key=lambda words: words[1])]
+    figure = r"^rank +(\d.*)  world size 8\nlocal rank +(.*)\nGPU +(.*)\n"
+    (columns,) = re.findall(figure, MAIN.read_text(), re.M)
+    columns = list(zip(*map(str.split, columns), strict=True))
+    assert found == [[rank, local, "8"] for rank, local, _ in columns]
+    assert all(local == gpu for _, local, gpu in columns)
+
+
+def test_the_smallest_form_of_04(tmp_path):
+    """It prints what the README shows, and that is what DDP promises."""
+    text = sections(ROOT / "04_ddp_torchrun/README.md")["The smallest form"]
+    (program,), (shown,) = blocks(text, "python"), blocks(text, "text")
+    (tmp_path / "step.py").write_text(program)
+    result = run_ranks("step.py", 2, cwd=tmp_path, limit=60)
+    assert result.code == 0 and sorted(result.output.splitlines()) == shown.splitlines(), result
+    line = r"epoch (\d), rank \d: weight (\S+), inputs (\[.*\]), gradient (\S+), mean (\S+)"
+    found = [(epoch, json.loads(inputs), *map(float, numbers))
+             for epoch, weight, inputs, *others in re.findall(line, shown)
+             for numbers in [(weight, *others)]]
+    next_weight = 1
+    for one, other in zip(found[::2], found[1::2], strict=True):
+        assert one[0] == other[0] and sorted(one[1] + other[1]) == [1, 2, 3, 4]
+        for _, inputs, weight, own, mean in (one, other):
+            assert weight == next_weight
+            assert own == weight * 2 * sum(x * x for x in inputs) / len(inputs)
+            assert mean == (one[3] + other[3]) / 2
+        next_weight -= 0.01 * one[4]
+
+
+def test_the_programs_in_the_readmes(tmp_path):
+    """The collectives, the loop over the loader, a numbered print, and one file for two ranks."""
+    text = (ROOT / "04_ddp_torchrun/README.md").read_text()
+    _, collectives, _, loader, numbered_print = blocks(text, "python")
+    (save,) = [each for each in blocks((ROOT / "06_checkpointing/README.md").read_text(), "python")
+               if "dist.barrier()" in each]
+    given = "import time\ntrain_loader = [(None, [0] * 64)]\n"
+    given += "net = torch.nn.Linear(2, 1)\nnet.weight.data.fill_(rank + 5)\n"
+    program = collectives + given + loader + numbered_print + save
+    program += "print('weights', net.weight.tolist(), flush=True)\ndist.destroy_process_group()\n"
+    (tmp_path / "program.py").write_text(program)
+    result = run_ranks("program.py", 2, cwd=tmp_path)
+    assert result.code == 0, result
+    figure, shown = blocks(sections(ROOT / "04_ddp_torchrun/README.md")["Collectives"], "text")
+    for name, *_, after_0, after_1, _ in (re.split(" *[│→]+ *", row) for row in re.findall(
+        r"^[a-z-]+ +│.*", figure, re.M)):
+        for rank, after in enumerate((after_0, after_1)):
+            numbers = [float(number) for number in after.split(", ")]
+            assert f"rank {rank}: {name} {numbers}" in shown
+    expected = shown.splitlines() + ["weights [[5.0, 5.0]]"] * 2
+    for rank in ("rank 0", "rank 1"):
+        expected += [f"{rank} on HOST reached point 1", f"{rank} on HOST passed point 1"]
+        expected += [f"{rank} reads N images/s"]
+    found = re.sub(r"(?<= on )\S+", "HOST", re.sub(r"\d+(?= images/s)", "N", result.output))
+    assert sorted(found.splitlines()) == sorted(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", READMES, ids=label)
+def test_every_command_runs(path, sandbox):
+    """Those that other READMEs show as well are run with the first of them."""
+    earlier = [command for each in READMES[: READMES.index(path)] for command in commands(each)]
+    for command in commands(path):
+        if command in earlier or any(re.search(pattern, command) for pattern in NOT_RUN):
+            continue
+        result = run(["bash", "-c", command], sandbox, limit=300, OMP_NUM_THREADS="1")
+        expected = 1 if command.startswith(("git", "diff")) else 0  # 1: there are differences
+        assert result.code == expected, result
+        if parts(command) and "selftest" not in command:
+            # 06 and fsdp.py, a second time
+            finished = "after 3 of 3 epochs" in result.output
+            loss = float(re.findall(r" loss (\S+)", result.output)[-1]) if not finished else 0
+            few_steps = "--accumulate 8" in command or "fsdp.py" in command  # a transformer
+            assert few_steps or loss < LEARNED, result
