@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist  # DDP-1
-import torch.distributed.nn  # DDP-1: here, as a later import by DDP keeps the group alive
+import torch.distributed.nn  # DDP-1: if DDP imports it later, the exit may abort
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # DDP-2
 from torch.optim.lr_scheduler import LambdaLR
@@ -50,9 +50,9 @@ def parse_args():
     add("--compile", action="store_true", help="compile the model: slower start, faster steps")
     add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # DDP-2
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 2  # DDP-0
-    add("-n", "--nodes", type=int, default=1, help="number of machines")
+    add("-n", "--nodes", type=int, default=1, help="number of nodes")
     add("-g", "--gpus", type=int, default=gpus, help="processes on this machine, one per GPU")
-    add("-i", "--node-rank", type=int, default=0, help="number of this machine: 0, 1, ...")
+    add("-i", "--node-rank", type=int, default=0, help="number of this node: 0, 1, ...")
     add("--master-addr", default="127.0.0.1", help="address of node 0")
     add("--master-port", type=int, default=29500, help="free port on node 0")
     args = parser.parse_args()

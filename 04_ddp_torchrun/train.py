@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist  # DDP-1
-import torch.distributed.nn  # DDP-1: here, as a later import by DDP keeps the group alive
+import torch.distributed.nn  # DDP-1: if DDP imports it later, the exit may abort
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # DDP-2
 from torch.optim.lr_scheduler import LambdaLR

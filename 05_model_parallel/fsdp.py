@@ -22,12 +22,13 @@ import shutil
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.distributed.nn  # here, as a later import keeps the group alive
+import torch.distributed.nn  # imported later, the exit may abort
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -48,7 +49,7 @@ from common.data import load_mnist
 from common.gather import all_gather, gather_in_order
 
 MAX_GRAD_NORM = 1.0
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)  # MP-5: torchrun forwards both
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # MP-5: torchrun forwards them
 EPOCH_START = {"images": 0, "total": [0.0, 0.0], "seconds": 0.0}  # MP-5: done in this epoch
 
 faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints where this process is
@@ -90,9 +91,8 @@ class VisionTransformer(nn.Module):
     patches in place of a class token.
     """
 
-    def __init__(self, width, depth, recompute=False):
+    def __init__(self, width, depth):
         super().__init__()
-        self.recompute = recompute
         self.patches = nn.Conv2d(1, width, kernel_size=7, stride=7)
         self.positions = nn.Embedding(16, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
@@ -102,10 +102,7 @@ class VisionTransformer(nn.Module):
     def forward(self, images):
         tokens = self.patches(images).flatten(2).transpose(1, 2) + self.positions.weight
         for block in self.blocks:
-            if self.recompute and self.training:  # MP-2: the backward computes the block again
-                tokens = checkpoint(block, tokens, use_reentrant=False)
-            else:
-                tokens = block(tokens)
+            tokens = block(tokens)
         return self.scores(self.norm(tokens).mean(1))
 
 
@@ -149,7 +146,7 @@ def train(args):
     options = {"pin_memory": device.type == "cuda"}
     options["worker_init_fn"] = ignore_stop_signals  # MP-5: workers get the signals as well
     train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **options)
-    test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
+    test_loader = DataLoader(test_set, args.batch_size, sampler=test_sampler, **options)
 
     # 3. Model
     if args.shards == world_size:  # MP-1: FSDP
@@ -161,13 +158,17 @@ def train(args):
     if args.amp:  # MP-2: shards, optimizer and the mean of the gradients stay in float32
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):  # MP-2: without memory
-        model = VisionTransformer(args.width, args.depth, args.recompute)
+        model = VisionTransformer(args.width, args.depth)
     parameters = sum(parameter.numel() for parameter in model.parameters())
 
     def shard(module):  # MP-2: all ranks draw the same weights, one block at a time
         if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             module.to_empty(device="cpu", recurse=False)
+            for parameter in module.parameters(recurse=False):
+                parameter.data.fill_(math.nan)  # shows what reset_parameters() does not fill
             module.reset_parameters()  # what your constructor fills is lost: fill it here
+        if args.recompute and isinstance(module, Block):  # MP-2: backward computes a block again
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
         if isinstance(module, (Block, VisionTransformer)):  # MP-1: all-gathered as a whole
             fully_shard(module, mesh=mesh, mp_policy=policy)
 
@@ -175,6 +176,9 @@ def train(args):
     model.apply(shard)  # children first
     if sum(parameter.numel() for parameter in model.parameters()) != parameters:
         raise ValueError("a weight that two modules share became two: tie it again in shard()")
+    unset = [name for name, part in model.named_parameters() if part.to_local().isnan().any()]
+    if unset:
+        raise ValueError(f"reset_parameters() does not fill {unset}")
     bytes_here = sum(parameter.to_local().nbytes for parameter in model.parameters())
     bytes_per_rank = all_gather(torch.tensor(bytes_here, device=device)).tolist()
     if rank == 0:

@@ -12,7 +12,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + NPROC - 1) / NPROC))} # th
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # restarted processes need new addresses
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120   # seconds to save after a signal, from torch 2.13 on
 
-if [ -z "${RDZV_ENDPOINT:-}" ]; then
+if [ -z "${RDZV_ENDPOINT:-}" ] && [ "${NNODES:-1}" = 1 ]; then
   exec torchrun --standalone --nproc-per-node="$NPROC" --max-restarts=3 "$script" "$@"
 fi
 exec torchrun --nnodes="${NNODES:-1:2}" --nproc-per-node="$NPROC" --max-restarts=3 \

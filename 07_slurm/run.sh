@@ -6,14 +6,14 @@
 #SBATCH --nodes=2 # EDIT
 #SBATCH --ntasks-per-node=1 # torchrun starts one process per GPU
 #SBATCH --cpus-per-task=16 # EDIT: cores of each node
-#SBATCH --gpus-per-node=4 # EDIT: or --gres=gpu:4; without GPUs delete the line, and set NPROC below
+#SBATCH --gpus-per-node=4 # EDIT: or --gres=gpu:4; without GPUs delete it: NPROC=2 sbatch ...
 #SBATCH --time=01:00:00 # EDIT
 #SBATCH --requeue
 #SBATCH --signal=TERM@120 # seconds before the time limit: save, requeue
+# module load python; . .venv/bin/activate  # EDIT
 set -eu
-# module load python; . "$HOME/venv/bin/activate"  # EDIT
 address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds to save, from torch 2.13 on; before it is 30
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds to save; before torch 2.13 it is 30
 trap : TERM # this shell waits while the processes save
 
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun \

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist  # DDP-1
-import torch.distributed.nn  # DDP-1: here, as a later import by DDP keeps the group alive
+import torch.distributed.nn  # DDP-1: if DDP imports it later, the exit may abort
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # DDP-2
 from torch.optim.lr_scheduler import LambdaLR
@@ -38,14 +38,14 @@ from common.gather import gather_in_order  # DDP-5
 from common.model import ConvNet
 
 MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)  # CKPT-5: torchrun forwards both
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # CKPT-5: torchrun forwards them
 EPOCH_START = {"images": 0, "total": [0.0, 0.0], "seconds": 0.0}  # CKPT-4: done in this epoch
 MAY_CHANGE = {  # CKPT-3: from one start to the next, and what a change means
     "epochs": "the learning rate follows the new length",
     "batch_size": "each image of this epoch still comes once",
     "accumulate": "each image of this epoch still comes once",
     "lr": "from the next step on",
-    "seed": "the rest of this epoch has another order: some images come again, others do not come",
+    "seed": "a different order for the rest of this epoch: some images come again, others never",
 }
 
 faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints where this process is
@@ -281,7 +281,7 @@ def load_checkpoint(path, settings, objects, done):  # CKPT-3
     """Load a checkpoint, which rank 0 reads, into objects and done on all ranks, if there is one.
 
     Raises SystemExit on all ranks, with one line from rank 0, if it is damaged or could run code,
-    or if it belongs to another model or to other data.
+    or if it belongs to a different model or to different data.
     """
     rank, state, problem = dist.get_rank(), None, ""
     if rank == 0 and path.exists():

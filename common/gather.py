@@ -27,7 +27,7 @@ def gather_in_order(tensor, length):
 
     DistributedSampler(data_set, shuffle=False) deals out the samples in turn and pads the shards to
     n = ⌈length ÷ world_size⌉ rows, one per sample; the padding is dropped. Raises ValueError on a
-    rank with another number of rows, before any communication.
+    rank with a different number of rows, before any communication.
     """
     world_size = dist.get_world_size()
     rows = -(-length // world_size)  # rounded up
