@@ -1,0 +1,211 @@
+"""What a README adds to the loop of 04, as patches in copies/: each has the effect it is for."""
+
+import itertools
+import json
+import re
+import subprocess
+from collections import Counter
+
+import pytest
+import torch
+from helpers.checks import bare_accuracy, distance, equal
+from helpers.paths import DIGITS, ROOT
+from helpers.projects import COPIES, apply, copy_project, edit, fewer_digits, splittable, trained
+from helpers.ranks import run_ranks
+from helpers.scripts import load_script
+
+LOSS = "                loss = criterion(model(images), labels)\n"
+
+
+def added(folder, name, digits=20):
+    """A copy of 04 with this addition, and few digits, each nine times: 180 images to train."""
+    project = copy_project(folder / "project", ROOT / "04_ddp_torchrun/train.py")
+    apply(project, f"add_{name}.patch")
+    fewer_digits(project, now=140, digits=digits)
+    return project
+
+
+def run(project, nproc, *options):
+    options = ["--data-dir", "common", "--batch-size", 30, *options]
+    result = run_ranks("train.py", nproc, *options, cwd=project)
+    assert result.code == 0, result
+    return result
+
+
+def shown(project, what):
+    """Let each rank print this before each of its steps."""
+    text = f"print('shown', rank, epoch, {what}, flush=True)"
+    edit(project, "train.py", (LOSS, f"                {text}\n{LOSS}"))
+
+
+def seen(result):
+    """What the ranks have printed: the numbers of each rank in each epoch, in order."""
+    found = {}
+    for rank, epoch, numbers in re.findall(r"^shown (\d) (\d+) \[(.*)\]", result.output, re.M):
+        found.setdefault((int(rank), int(epoch)), []).extend(map(float, numbers.split(",")))
+    return found
+
+
+def test_two_additions_fit_or_are_rejected(tmp_path):
+    """As by patch -F0: a second one must not end up in the wrong place."""
+    base = (ROOT / "04_ddp_torchrun/train.py").read_text()
+    (tmp_path / "base.py").write_text(base)
+    patches, fit = sorted(COPIES.glob("add_*.patch")), 0
+
+    def patched(patch, file, text):
+        (tmp_path / file).write_text(text)
+        command = ["patch", "-s", "-F0", "-r", "-", tmp_path / file, patch]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return done.returncode == 0 and (tmp_path / file).read_text()
+
+    alone = {patch: patched(patch, f"{patch.stem}.py", base) for patch in patches}
+    assert all(alone.values())
+    for first, second in itertools.permutations(patches, 2):
+        both = patched(second, "both.py", alone[first])
+        if both:
+            files = [tmp_path / f"{name}.py" for name in (first.stem, "base", second.stem)]
+            command = ["git", "merge-file", "-p", *files]
+            merged = subprocess.run(command, capture_output=True, text=True)
+            assert (merged.returncode, merged.stdout) == (0, both), (first.stem, second.stem)
+            fit += 1
+    assert fit > len(patches)
+
+
+def test_early_stopping_and_the_best_file(tmp_path):
+    """All ranks stop after three epochs that were not better; the file has the best weights."""
+    project = added(tmp_path, "early_stopping")
+    score = "return correct.sum().item() / len(correct)"
+    edit(project, "train.py", (score, "return SCORES.pop(0)"),
+         ("MAX_GRAD_NORM =", "SCORES = [0.1, 0.3, 0.2, 0.3, 0.1, 0.9]\nMAX_GRAD_NORM ="),
+         ("        if rank == 0:  # DDP-4: log", "        torch.save(net.state_dict(), "
+          "f'{rank}-{epoch}.pt')\n        if rank == 0:  # DDP-4: log"))
+    assert len(run(project, 2, "--epochs", 9).epochs()) == 5
+    assert equal(project / "best-mnist.pt", project / "0-2.pt")
+    assert (project / "1-5.pt").exists() and not (project / "1-6.pt").exists()
+
+
+def test_ema(tmp_path):
+    """The saved and evaluated weights are the average, with the BatchNorm statistics of the end."""
+    project = added(tmp_path, "ema")
+    edit(project, "train.py", ("MAX_GRAD_NORM =", "STEPS = []\nMAX_GRAD_NORM ="),
+         ("            scheduler.step()\n", "            scheduler.step()\n            "
+          "STEPS.append({name: part.clone() for name, part in net.state_dict().items()})\n"),
+         ("    # 6. Save\n", "    torch.save(STEPS, f'steps-{rank}.pt')\n"))
+    result = run(project, 2, "--epochs", 3)
+    first, *others = torch.load(project / "steps-1.pt", weights_only=True)
+    for taken, step in enumerate(others, start=1):
+        decay = min(0.99, (1 + taken) / (10 + taken))
+        for name, weight in step.items():
+            first[name] = decay * first[name] + (1 - decay) * weight
+    saved = torch.load(project / "mnist.pt", weights_only=True)
+    last = torch.load(project / "steps-0.pt", weights_only=True)[-1]
+    for name, weight in saved.items():
+        is_buffer = "running" in name or "batches" in name
+        torch.testing.assert_close(weight, last[name] if is_buffer else first[name])
+    assert result.epochs()[-1]["accuracy"] == f"{bare_accuracy(project / 'mnist.pt'):.4f}"
+
+
+WANDB = """
+import json
+
+def note(name):
+    def write(*args, **given):
+        with open("notes", "a") as file:
+            file.write(json.dumps([name, args, given], default=str) + "\\n")
+    return write
+
+init, log, finish = note("init"), note("log"), note("finish")
+"""
+
+
+def test_wandb(tmp_path):
+    """Rank 0 logs what it prints; the stand-in for the package notes the calls."""
+    project = added(tmp_path, "wandb")
+    (project / "wandb.py").write_text(WANDB)
+    printed = run(project, 2, "--epochs", 2).epochs()
+    notes = [json.loads(line) for line in (project / "notes").read_text().splitlines()]
+    assert [name for name, *_ in notes] == ["init", "log", "log", "finish"]
+    assert notes[0][2]["config"]["epochs"] == 2
+    for epoch, (_, (values,), given) in enumerate(notes[1:3], start=1):
+        assert given == {"step": epoch}
+        line = {name: f"{value:.4f}" for name, value in values.items()}
+        assert line == {name: printed[epoch - 1][name] for name in ("loss", "accuracy")}
+
+
+def test_predictions(tmp_path):
+    """One per test image, in the order of the data set; three ranks, so that there is padding."""
+    project = added(tmp_path, "predictions")
+    run(project, 3)
+    from common.data import load_mnist
+    from common.model import ConvNet
+
+    net = ConvNet().eval()
+    net.load_state_dict(torch.load(project / "mnist.pt", weights_only=True))
+    with torch.no_grad():
+        expected = net(load_mnist(DIGITS)[1].tensors[0]).argmax(1).tolist()
+    assert [*map(int, (project / "predictions.txt").read_text().split())] == expected
+
+
+def test_weighted_sampling(tmp_path):
+    """Two classes, one with nine times as many images: half of the images drawn are of each."""
+    project = added(tmp_path, "weighted_sampling", digits=140)
+    rare = "train_set.tensors[1] == 1, torch.arange(len(train_set)) % 9 == 0"
+    keep = f"(train_set.tensors[1] == 0) | torch.logical_and({rare})"
+    data = "    train_set, test_set = load_mnist(args.data_dir)\n"
+    fewer = f"    train_set = type(train_set)(*[part[{keep}] for part in train_set.tensors])\n"
+    edit(project, "train.py", (data, data + fewer))
+    shown(project, "labels.tolist()")
+    drawn = seen(run(project, 2, "--epochs", 2))
+    assert len(drawn) == 4 and len({tuple(labels) for labels in drawn.values()}) == 4
+    for epoch in (1, 2):
+        labels = drawn[0, epoch] + drawn[1, epoch]
+        assert len(labels) > 100 and 0.3 < sum(labels) / len(labels) < 0.7
+    sampler = load_script(project / "train.py").WeightedSampler
+    samplers = [sampler(range(10), *place, seed=3) for place in ((1, 0), (2, 0), (2, 1))]
+    for each in samplers:
+        each.weights = torch.arange(1.0, 11)
+    whole, *shards = [list(each) for each in samplers]
+    assert [index for pair in zip(*shards, strict=True) for index in pair] == whole
+
+
+@pytest.mark.parametrize(("batch", "workers", "steps"), [(30, 0, 1), (5, 2, 6), (12, 2, 4)])
+def test_stream(batch, workers, steps, tmp_path):
+    """61 samples: none comes twice, and the rank with the most stops when another has none left.
+
+    With workers, each of which ends with a shorter batch, the schedule must be long enough.
+    """
+    project = added(tmp_path, "stream")
+    samples = "[(torch.full((1, 28, 28), n / 100), 0) for n in range(61)]"
+    edit(project, "train.py", ("Stream(train_set,", f"Stream({samples},"),
+         ("len(train_set) / ", "61 / "), ("options = {", f"options = {{'num_workers': {workers}, "))
+    step = "            optimizer.step()\n"
+    check = "            assert optimizer.param_groups[0]['lr'] >= 0\n"
+    edit(project, "train.py", (step, check + step))
+    shown(project, "(images[:, 0, 0, 0] * 100).round().tolist()")
+    result = run(project, 2, "--batch-size", batch, "--epochs", 2)
+    shards = [seen(result)[rank, 2] for rank in range(2)]
+    assert seen(result)[0, 1] == shards[0] and seen(result)[1, 1] == shards[1]
+    count = Counter(number for shard in shards for number in shard)
+    assert {*count} <= {*range(61)} and {*count.values()} == {1}
+    assert 61 - batch <= sum(count.values()) <= 61
+    assert result.output.count("shown 0") == result.output.count("shown 1") == 2 * steps
+
+
+def test_profiler(tmp_path):
+    """Each rank has a file with three steps, and in it what communicates."""
+    project = added(tmp_path, "profiler")
+    run(project, 2, "--batch-size", 10)
+    for rank in range(2):
+        trace = json.loads((project / f"trace-{rank}.json").read_text())
+        names = {event["name"] for event in trace["traceEvents"]}
+        assert len({name for name in names if name.startswith("ProfilerStep#")}) == 3
+        assert "gloo:all_reduce" in names
+
+
+def test_global_batch(tmp_path):
+    """The same options on one and on two processes take the same steps."""
+    project = splittable(tmp_path / "project")
+    apply(project, "add_global_batch.patch")
+    fewer_digits(project, now=140, digits=20)
+    one, two = [trained(project, nproc, "--batch-size", 70) for nproc in (1, 2)]
+    assert distance(one, two) < 1e-12
