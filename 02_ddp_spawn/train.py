@@ -146,6 +146,7 @@ def run(local_rank, args, port):  # DDP-0: what each spawned process runs
     os.environ["LOCAL_RANK"] = str(local_rank)  # load_mnist downloads on local rank 0
     train(local_rank, args, port)
     gc.collect()  # DDP-1: free the model before destroying the group, or the exit may abort
+    time.sleep(0.1)  # DDP-1: Gloo's threads must be idle, or the exit may hang (torch < 2.8)
     dist.destroy_process_group()
 
 

@@ -152,6 +152,7 @@ def report_bandwidth(rank, world_size, device):
 def main():
     selftest(parse_args())
     gc.collect()  # free the model before destroying the group, or the exit may abort
+    time.sleep(0.1)  # Gloo's threads must be idle, or the exit may hang (torch < 2.8)
     dist.destroy_process_group()
 
 

@@ -162,6 +162,7 @@ def warmup_then_decay(step, total_steps):
 def main():
     train(parse_args())
     gc.collect()  # free the model before destroying the group, or the exit may abort
+    time.sleep(0.1)  # Gloo's threads must be idle, or the exit may hang (torch < 2.8)
     dist.destroy_process_group()
 
 

@@ -364,6 +364,7 @@ def main():
     saved = train(parse_args())  # CKPT-5
     ignore_stop_signals()  # CKPT-5: a second signal must not end the process now
     gc.collect()  # DDP-1: free the model before destroying the group, or the exit may abort
+    time.sleep(0.1)  # DDP-1: Gloo's threads must be idle, or the exit may hang (torch < 2.8)
     dist.destroy_process_group()
     sys.exit(0 if saved else "error: stopped without saving the last steps")  # CKPT-5
 
