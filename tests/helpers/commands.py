@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -20,6 +21,8 @@ WITNESS = {"PYTHONPATH": str(SITECUSTOMIZE.parent)}  # makes Python read it at i
 EPOCH = r"epoch (?P<epoch>\d+)/(?P<epochs>\d+)  loss (?P<loss>\d+\.\d{4})  "
 EPOCH += r"accuracy (?P<accuracy>[01]\.\d{4})  (?P<seconds>\d+\.\d) s  (?P<speed>\d+) images/s"
 EPOCH = re.compile(EPOCH)
+
+GIVEN_PORTS = set()  # by free_port()
 
 # Of launch files and torchrun, as those of Slurm: a test sets them itself or leaves them out
 SETTINGS = """
@@ -131,9 +134,18 @@ def torchrun(script, nproc, *options, cwd, **environment):
 
 
 def free_port():
-    """A port on which nothing listens."""
-    with socket.create_server(("", 0)) as listener:
-        return listener.getsockname()[1]
+    """A port on which nothing listens, a different one at each call.
+
+    It is below the ports that the system gives to outgoing connections, which could take it before
+    the test does, and below 29500, torchrun's default.
+    """
+    while True:
+        port = 10_000 + secrets.randbelow(19_000)
+        with contextlib.suppress(OSError):  # something listens there
+            if port not in GIVEN_PORTS:
+                socket.create_server(("", port)).close()
+                GIVEN_PORTS.add(port)
+                return port
 
 
 def processes(token):
