@@ -96,6 +96,15 @@ def test_no_thread_of_the_process_group_is_left_at_the_exit(tmp_path):
     assert with_threads(project, "train.py", *options)[1] != ["0", "0"]
 
 
+def test_a_rejected_checkpoint_ends_all_ranks(tmp_path):
+    """At once: a group that the model keeps alive may wait for threads that are still at work."""
+    project = copied(tmp_path, "06_checkpointing")
+    (project / "checkpoint.pt").write_bytes(b"damaged")
+    for _ in range(30):
+        result = run_ranks("train.py", 2, "--data-dir", "common", cwd=project, limit=60)
+        assert result.code == 1 and "(BadZipFile: File is not a zip file)" in result.errors, result
+
+
 @pytest.mark.parametrize("script", ["fsdp.py", "tensor_parallel.py"])
 def test_exits_without_a_word(script, tmp_path):
     """These keep such threads; EXITS=50 in the environment repeats it as often."""
