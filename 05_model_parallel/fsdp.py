@@ -404,7 +404,7 @@ def load_sharded(folder, model, optimizer, objects, settings, done):  # MP-5
                   flush=True)
         return path
     if problem:
-        time.sleep(0.1)  # Gloo's threads must be idle, or the exit may hang
+        time.sleep(0.1)  # Gloo's threads must be idle, or the exit may hang (torch < 2.8)
         dist.destroy_process_group()
         line = f"error: cannot resume ({problem}): move {folder} away to start from scratch"
         sys.exit(line if rank == 0 else 1)

@@ -298,7 +298,7 @@ def load_checkpoint(path, settings, objects, done):  # CKPT-3
     dist.broadcast_object_list(shared)
     state, problem = shared
     if problem:
-        time.sleep(0.1)  # Gloo's threads must be idle, or the exit may hang
+        time.sleep(0.1)  # as in main, but with any torch: the model still exists
         dist.destroy_process_group()
         line = f"error: cannot resume from {path} ({problem}): move it away to start from scratch"
         sys.exit(line if rank == 0 else 1)

@@ -147,7 +147,7 @@ ELSEWHERE = {  # the test that shows it
         "test_common.py::test_gather_and_exact_evaluation_on_1_2_3_and_7_processes",
     "`terminate called":
         "slow/test_exits.py::test_no_thread_of_the_process_group_is_left_at_the_exit",
-    "a hang at exit on the CPU":
+    "a hang at exit with Gloo":
         "slow/test_troubleshooting.py::test_the_last_lines_of_04_destroy_a_group",
     "the accuracy differs":
         "test_common.py::test_gather_and_exact_evaluation_on_1_2_3_and_7_processes",
