@@ -6,6 +6,7 @@
 
 import argparse
 import faulthandler
+import os
 import signal
 import sys
 import time
@@ -17,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # unless common/ is next to this file
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # if common/ is not next to this
 from common.data import load_mnist
 from common.model import ConvNet
 
@@ -40,8 +41,9 @@ def parse_args():
     add("--amp", action="store_true", help="mixed precision: autocast to bfloat16")
     add("--compile", action="store_true", help="compile the model: slower start, faster steps")
     args = parser.parse_args()
-    if not args.output.parent.is_dir():
-        parser.error(f"--output: there is no folder {args.output.parent}")
+    folder = args.output.parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        parser.error(f"{folder} is not a writable folder")
     return args
 
 
@@ -86,17 +88,17 @@ def train(args):
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
                 loss = criterion(model(images), labels)
             loss.backward()
+            total[0] += loss.detach() * len(labels)
+            total[1] += len(labels)
             nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            total[0] += loss.detach() * len(labels)
-            total[1] += len(labels)
+        loss = (total[0] / total[1]).item()  # waits for the GPU
         seconds = time.perf_counter() - start
         accuracy = evaluate(net, test_loader, device)
-        loss, images = total.tolist()
-        print(f"{title}  loss {loss / images:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
-              f"{images / seconds:.0f} images/s", flush=True)
+        print(f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
+              f"{total[1] / seconds:.0f} images/s", flush=True)
 
     # 6. Save
     torch.save(net.state_dict(), args.output)

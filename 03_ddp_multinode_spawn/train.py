@@ -2,13 +2,12 @@
 
 Node 0 has 8 GPUs and the address 10.0.0.1, node 1 has 2 GPUs:
 
-    python 03_ddp_multinode_spawn/train.py -n 2 -g 8 -i 0 --master-addr 10.0.0.1
-    python 03_ddp_multinode_spawn/train.py -n 2 -g 2 -i 1 --master-addr 10.0.0.1
+    python 03_ddp_multinode_spawn/train.py -n 2 -g 8,2 -i 0 --master-addr 10.0.0.1
+    python 03_ddp_multinode_spawn/train.py -n 2 -g 8,2 -i 1 --master-addr 10.0.0.1
 """
 
 import argparse
 import faulthandler
-import gc  # DDP-1
 import os
 import signal
 import sys
@@ -16,17 +15,16 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist  # DDP-1
-import torch.distributed.nn  # DDP-1: if DDP imports it later, the exit may abort
+import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP  # DDP-2
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, DistributedSampler  # DDP-3
+from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # unless common/ is next to this file
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # if common/ is not next to this
 from common.data import load_mnist
-from common.gather import gather_in_order  # DDP-5
+from common.gather import gather_in_order
 from common.model import ConvNet
 
 MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
@@ -49,27 +47,33 @@ def parse_args():
     add("--amp", action="store_true", help="mixed precision: autocast to bfloat16")
     add("--compile", action="store_true", help="compile the model: slower start, faster steps")
     add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # DDP-2
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 2  # DDP-0
+    gpus = str(torch.cuda.device_count() if torch.cuda.is_available() else 2)  # DDP-0
     add("-n", "--nodes", type=int, default=1, help="number of nodes")
-    add("-g", "--gpus", type=int, default=gpus, help="processes on this machine, one per GPU")
+    add("-g", "--gpus", default=gpus, help="processes of every node, or of each: 8,2")
     add("-i", "--node-rank", type=int, default=0, help="number of this node: 0, 1, ...")
     add("--master-addr", default="127.0.0.1", help="address of node 0")
     add("--master-port", type=int, default=29500, help="free port on node 0")
     args = parser.parse_args()
-    if args.node_rank == 0 and not args.output.parent.is_dir():  # DDP-4: rank 0 saves
-        parser.error(f"--output: there is no folder {args.output.parent}")
+    folder = args.output.parent
+    gpus = [int(number) for number in args.gpus.split(",")]  # DDP-0
+    args.gpus = gpus if len(gpus) > 1 else gpus * args.nodes
+    if len(args.gpus) != args.nodes:
+        parser.error(f"--gpus has {len(args.gpus)} numbers, and there are {args.nodes} nodes")
+    saves = args.node_rank == 0  # DDP-4: only rank 0 saves
+    if saves and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        parser.error(f"{folder} is not a writable folder")
     return args
 
 
-def train(local_rank, args, gpus):  # DDP-0
+def train(local_rank, args):  # DDP-0
     # 1. Setup
     device = torch.device(f"cuda:{local_rank}" if args.device == "cuda" else "cpu")  # DDP-1
     if device.type == "cuda":
         torch.cuda.set_device(device)  # one GPU per process, set before init_process_group
     store = dist.TCPStore(args.master_addr, args.master_port)
+    rank, world_size = sum(args.gpus[: args.node_rank]) + local_rank, sum(args.gpus)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store,
-                            rank=sum(gpus[: args.node_rank]) + local_rank, world_size=sum(gpus))
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+                            rank=rank, world_size=world_size)
     torch.manual_seed(args.seed)
 
     # 2. Data
@@ -91,7 +95,8 @@ def train(local_rank, args, gpus):  # DDP-0
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    lr = args.lr * (args.batch_size * world_size / 256) ** 0.5  # DDP-3: grows with the batch
+    global_batch = args.batch_size * world_size  # DDP-3: the learning rate grows with it
+    lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
     scheduler = LambdaLR(optimizer, lambda step: warmup_then_decay(step, total_steps))
@@ -110,19 +115,19 @@ def train(local_rank, args, gpus):  # DDP-0
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
                 loss = criterion(model(images), labels)
             loss.backward()
+            total[0] += loss.detach() * len(labels)
+            total[1] += len(labels)
             nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            total[0] += loss.detach() * len(labels)
-            total[1] += len(labels)
         dist.all_reduce(total)  # DDP-5: sum over all ranks
+        loss = (total[0] / total[1]).item()  # waits for the GPU
         seconds = time.perf_counter() - start
         accuracy = evaluate(net, test_loader, device)
         if rank == 0:  # DDP-4: log on rank 0 only
-            loss, images = total.tolist()
-            print(f"{title}  loss {loss / images:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
-                  f"{images / seconds:.0f} images/s", flush=True)
+            print(f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
+                  f"{total[1] / seconds:.0f} images/s", flush=True)
 
     # 6. Save
     if rank == 0:  # DDP-4: save on rank 0 only
@@ -148,22 +153,22 @@ def warmup_then_decay(step, total_steps):
     return min((step + 1) / (0.4 * total_steps + 1), (total_steps - step) / (0.6 * total_steps))
 
 
-def run(local_rank, args, gpus):  # DDP-0: what each spawned process runs
+def run(local_rank, args):  # DDP-0: what each spawned process runs
+    import torch._dynamo  # noqa: F401  # if DDP imports it, the model may outlive the process group
+
     os.environ["LOCAL_RANK"] = str(local_rank)  # load_mnist downloads on local rank 0
-    train(local_rank, args, gpus)
-    gc.collect()  # DDP-1: free the model before destroying the group, or the exit may abort
-    time.sleep(0.1)  # DDP-1: Gloo's threads must be idle, or the exit may hang (torch < 2.8)
-    dist.destroy_process_group()
+    train(local_rank, args)
+    dist.destroy_process_group()  # DDP-1: only now, when train() has freed the model
 
 
 def main():
     args = parse_args()  # DDP-0: share the cores, wait for all nodes, start the processes
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.gpus)))
-    is_master = args.node_rank == 0  # it hosts a store, where each node writes how many GPUs it has
+    nprocs = args.gpus[args.node_rank]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // nprocs)))
+    is_master = args.node_rank == 0  # it hosts the store
     store = dist.TCPStore(args.master_addr, args.master_port, args.nodes, is_master)
-    store.set(f"gpus of node {args.node_rank}", str(args.gpus))
-    gpus = [int(store.get(f"gpus of node {node}")) for node in range(args.nodes)]
-    torch.multiprocessing.spawn(run, (args, gpus), args.gpus)
+    torch.multiprocessing.spawn(run, (args,), nprocs)
+    del store  # only now, when its processes have ended
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 r"""Check that all processes of a job can communicate: run it first on a new machine or cluster.
 
-    torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/selftest.py
+    torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 04_ddp_torchrun/selftest.py
 
 On two machines, where 10.0.0.1 is an address of the first; on the second with --node-rank=1:
 
@@ -11,7 +11,6 @@ On two machines, where 10.0.0.1 is an address of the first; on the second with -
 import argparse
 import copy
 import faulthandler
-import gc
 import os
 import signal
 import socket
@@ -22,12 +21,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._dynamo  # if DDP imports it later, the model outlives the group, and exits may abort
 import torch.distributed as dist
-import torch.distributed.nn  # here, as a later import keeps the process group alive
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # unless common/ is next to this file
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # if common/ is not next to this
 from common.gather import all_gather
 from common.model import ConvNet
 
@@ -40,7 +39,10 @@ def parse_args():
     add("--device", choices=("cpu", "cuda"),
         default="cuda" if torch.cuda.is_available() else "cpu", help="what to check")
     add("--timeout", type=int, default=60, help="time limit of each check in seconds")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun, as the first lines of this file show")
+    return args
 
 
 def selftest(args):
@@ -76,8 +78,7 @@ def selftest(args):
 
     def reduce_scatter(device):
         mine = torch.zeros(1, device=device)
-        name = "reduce_scatter_single"  # reduce_scatter_tensor in older releases
-        getattr(dist, name, dist.reduce_scatter_tensor)(mine, table[rank].to(device))
+        dist.reduce_scatter(mine, list(table[rank].to(device).split(1)))
         return mine, table.sum(0)[rank : rank + 1]
 
     def ddp_step(device):
@@ -151,9 +152,7 @@ def report_bandwidth(rank, world_size, device):
 
 def main():
     selftest(parse_args())
-    gc.collect()  # free the model before destroying the group, or the exit may abort
-    time.sleep(0.1)  # Gloo's threads must be idle, or the exit may hang (torch < 2.8)
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # only now, when selftest() has freed the model
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 r"""Train a ConvNet on MNIST with DistributedDataParallel: torchrun starts one process per GPU.
 
-    torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/train.py --epochs 5 --amp
+    torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 \
+        04_ddp_torchrun/train.py --epochs 5 --amp
 
 On two machines, where 10.0.0.1 is an address of the first; on the second with --node-rank=1:
 
@@ -10,7 +11,6 @@ On two machines, where 10.0.0.1 is an address of the first; on the second with -
 
 import argparse
 import faulthandler
-import gc  # DDP-1
 import os
 import signal
 import sys
@@ -18,17 +18,17 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist  # DDP-1
-import torch.distributed.nn  # DDP-1: if DDP imports it later, the exit may abort
+import torch._dynamo  # if DDP imports it later, the model outlives the group, and exits may abort
+import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP  # DDP-2
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, DistributedSampler  # DDP-3
+from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # unless common/ is next to this file
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # if common/ is not next to this
 from common.data import load_mnist
-from common.gather import gather_in_order  # DDP-5
+from common.gather import gather_in_order
 from common.model import ConvNet
 
 MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
@@ -51,8 +51,12 @@ def parse_args():
     add("--compile", action="store_true", help="compile the model: slower start, faster steps")
     add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # DDP-2
     args = parser.parse_args()
-    if os.environ["RANK"] == "0" and not args.output.parent.is_dir():  # DDP-4: only rank 0 saves
-        parser.error(f"--output: there is no folder {args.output.parent}")
+    folder = args.output.parent
+    if "RANK" not in os.environ:  # DDP-1: torchrun sets it
+        parser.error("start it with torchrun, as the first lines of this file show")
+    saves = os.environ["RANK"] == "0"  # DDP-4: only rank 0 saves
+    if saves and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        parser.error(f"{folder} is not a writable folder")
     return args
 
 
@@ -85,7 +89,8 @@ def train(args):
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    lr = args.lr * (args.batch_size * world_size / 256) ** 0.5  # DDP-3: grows with the batch
+    global_batch = args.batch_size * world_size  # DDP-3: the learning rate grows with it
+    lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
     scheduler = LambdaLR(optimizer, lambda step: warmup_then_decay(step, total_steps))
@@ -104,19 +109,19 @@ def train(args):
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
                 loss = criterion(model(images), labels)
             loss.backward()
+            total[0] += loss.detach() * len(labels)
+            total[1] += len(labels)
             nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            total[0] += loss.detach() * len(labels)
-            total[1] += len(labels)
         dist.all_reduce(total)  # DDP-5: sum over all ranks
+        loss = (total[0] / total[1]).item()  # waits for the GPU
         seconds = time.perf_counter() - start
         accuracy = evaluate(net, test_loader, device)
         if rank == 0:  # DDP-4: log on rank 0 only
-            loss, images = total.tolist()
-            print(f"{title}  loss {loss / images:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
-                  f"{images / seconds:.0f} images/s", flush=True)
+            print(f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
+                  f"{total[1] / seconds:.0f} images/s", flush=True)
 
     # 6. Save
     if rank == 0:  # DDP-4: save on rank 0 only
@@ -144,9 +149,7 @@ def warmup_then_decay(step, total_steps):
 
 def main():
     train(parse_args())
-    gc.collect()  # DDP-1: free the model before destroying the group, or the exit may abort
-    time.sleep(0.1)  # DDP-1: Gloo's threads must be idle, or the exit may hang (torch < 2.8)
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # DDP-1: only now, when train() has freed the model
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Train a ConvNet on MNIST as a pipeline of two stages, on two processes, in micro-batches.
+r"""Train a ConvNet on MNIST as a pipeline of two stages, on two processes, in micro-batches.
 
-    torchrun --standalone --nproc-per-node=2 05_model_parallel/pipeline.py --schedule 1f1b
+    torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 \
+        05_model_parallel/pipeline.py --schedule 1f1b
 """
 
 import argparse
 import faulthandler
-import gc
 import os
 import signal
 import sys
@@ -13,15 +13,15 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # if DDP imports it later, the model outlives the group, and exits may abort
 import torch.distributed as dist
-import torch.distributed.nn  # here, as a later import keeps the group alive
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # unless common/ is next to this file
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # if common/ is not next to this
 from common.data import load_mnist
 from common.model import ConvNet
 
@@ -44,8 +44,12 @@ def parse_args():
     add("--chunks", type=int, default=4, help="micro-batches per step")  # MP-3
     add("--schedule", choices=("gpipe", "1f1b"), default="gpipe", help="order of the micro-batches")
     args = parser.parse_args()
-    if os.environ["RANK"] == "0" and not args.output.parent.is_dir():  # only rank 0 saves
-        parser.error(f"--output: there is no folder {args.output.parent}")
+    folder = args.output.parent
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun, as the first lines of this file show")
+    saves = os.environ["RANK"] == "0"  # only rank 0 saves
+    if saves and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        parser.error(f"{folder} is not a writable folder")
     if os.environ["WORLD_SIZE"] != "2":  # MP-1
         parser.error(f"the network has 2 stages: start 2 processes, not {os.environ['WORLD_SIZE']}")
     if args.batch_size % args.chunks:  # MP-3: the stages would expect other sizes
@@ -95,13 +99,8 @@ def train(args):
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-
-    def loss_share(scores, labels):  # MP-3: the losses of the micro-batches add up to the mean
-        return criterion(scores, labels) / args.chunks
-
     schedules = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-    schedule = schedules[args.schedule](stage, args.chunks, loss_share)
-    schedule.scale_grads = False  # which torch 2.6 does not have, and later versions do by default
+    schedule = schedules[args.schedule](stage, args.chunks, criterion)  # MP-3: averages them
     lr = args.lr * (args.batch_size / 256) ** 0.5  # grows with the batch
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
@@ -120,7 +119,7 @@ def train(args):
             else:
                 losses = []  # one per micro-batch
                 schedule.step(target=labels.to(device, non_blocking=True), losses=losses)
-                total[0] += torch.stack(losses).detach().sum() * len(labels)
+                total[0] += torch.stack(losses).detach().mean() * len(labels)
                 total[1] += len(labels)
             gradients = [parameter.grad for parameter in model.parameters()]
             squared_norm = nn.utils.get_total_norm(gradients) ** 2
@@ -131,12 +130,12 @@ def train(args):
             scheduler.step()
             optimizer.zero_grad()
         dist.all_reduce(total)  # 0 on rank 0
+        loss = (total[0] / total[1]).item()  # waits for the GPU
         seconds = time.perf_counter() - start
         accuracy = evaluate(model, test_loader, device)
         if rank == 0:  # log on rank 0 only
-            loss, images = total.tolist()
-            print(f"{title}  loss {loss / images:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
-                  f"{images / seconds:.0f} images/s", flush=True)
+            print(f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
+                  f"{total[1] / seconds:.0f} images/s", flush=True)
 
     # 6. Save
     stages = [None] * world_size
@@ -170,9 +169,7 @@ def warmup_then_decay(step, total_steps):
 
 def main():
     train(parse_args())
-    gc.collect()  # free the model before destroying the group, or the exit may abort
-    time.sleep(0.1)  # Gloo's threads must be idle, or the exit may hang (torch < 2.8)
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # only now, when train() has freed the model
 
 
 if __name__ == "__main__":

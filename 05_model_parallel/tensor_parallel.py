@@ -1,6 +1,7 @@
 r"""Train two linear layers on MNIST with tensor parallelism: each rank has a part of both.
 
-    torchrun --standalone --nproc-per-node=2 05_model_parallel/tensor_parallel.py --hidden 2048
+    torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 \
+        05_model_parallel/tensor_parallel.py --hidden 2048
 
 On two machines, where 10.0.0.1 is an address of the first; on the second with --node-rank=1:
 
@@ -10,7 +11,6 @@ On two machines, where 10.0.0.1 is an address of the first; on the second with -
 
 import argparse
 import faulthandler
-import gc
 import os
 import signal
 import sys
@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # if DDP imports it later, the model outlives the group, and exits may abort
 import torch.distributed as dist
-import torch.distributed.nn  # here, as a later import keeps the group alive
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # unless common/ is next to this file
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # if common/ is not next to this
 from common.data import load_mnist
 
 MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
@@ -49,8 +49,12 @@ def parse_args():
         default="cuda" if torch.cuda.is_available() else "cpu", help="where to train")
     add("--hidden", type=int, default=512, help="features between the layers")  # MP-1
     args = parser.parse_args()
-    if os.environ["RANK"] == "0" and not args.output.parent.is_dir():  # only rank 0 saves
-        parser.error(f"--output: there is no folder {args.output.parent}")
+    folder = args.output.parent
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun, as the first lines of this file show")
+    saves = os.environ["RANK"] == "0"  # only rank 0 saves
+    if saves and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        parser.error(f"{folder} is not a writable folder")
     return args
 
 
@@ -108,18 +112,18 @@ def train(args):
             labels = labels.to(device, non_blocking=True)
             loss = criterion(model(images), labels)
             loss.backward()
+            total[0] += loss.detach() * len(labels)
+            total[1] += len(labels)
             nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            total[0] += loss.detach() * len(labels)
-            total[1] += len(labels)
+        loss = (total[0] / total[1]).item()  # waits for the GPU
         seconds = time.perf_counter() - start
         accuracy = evaluate(model, test_loader, device)
         if rank == 0:  # log on rank 0 only
-            loss, images = total.tolist()
-            print(f"{title}  loss {loss / images:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
-                  f"{images / seconds:.0f} images/s", flush=True)
+            print(f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
+                  f"{total[1] / seconds:.0f} images/s", flush=True)
 
     # 6. Save
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -146,9 +150,7 @@ def warmup_then_decay(step, total_steps):
 
 def main():
     train(parse_args())
-    gc.collect()  # free the model before destroying the group, or the exit may abort
-    time.sleep(0.1)  # Gloo's threads must be idle, or the exit may hang (torch < 2.8)
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # only now, when train() has freed the model
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Train a ConvNet on MNIST, split by hand across two devices; more processes train copies with DDP.
+r"""Train a ConvNet on MNIST, split by hand across two devices; with more processes also by DDP.
 
-    torchrun --standalone --nproc-per-node=1 05_model_parallel/train.py --devices cuda:0,cuda:1
-    torchrun --standalone --nproc-per-node=2 05_model_parallel/train.py --devices cpu,cpu,cpu,cpu
+    torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=1 \
+        05_model_parallel/train.py --devices cuda:0,cuda:1
+    torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 \
+        05_model_parallel/train.py --devices cpu,cpu,cpu,cpu
 """
 
 import argparse
 import faulthandler
-import gc
 import os
 import signal
 import sys
@@ -14,15 +15,15 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # if DDP imports it later, the model outlives the group, and exits may abort
 import torch.distributed as dist
-import torch.distributed.nn  # if DDP imports it later, the exit may abort
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # unless common/ is next to this file
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # if common/ is not next to this
 from common.data import load_mnist
 from common.gather import gather_in_order
 from common.model import ConvNet
@@ -47,8 +48,12 @@ def parse_args():
     add("--devices", default=",".join(devices), help="two per process of this machine")  # MP-1
     add("--chunks", type=int, default=4, help="micro-batches per step")  # MP-3
     args = parser.parse_args()
-    if os.environ["RANK"] == "0" and not args.output.parent.is_dir():  # only rank 0 saves
-        parser.error(f"--output: there is no folder {args.output.parent}")
+    folder = args.output.parent
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun, as the first lines of this file show")
+    saves = os.environ["RANK"] == "0"  # only rank 0 saves
+    if saves and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        parser.error(f"{folder} is not a writable folder")
     devices = args.devices.split(",")
     if len(devices) != needed:
         parser.error(f"--devices {args.devices}: name {needed} devices, two per process")
@@ -103,7 +108,8 @@ def train(args):
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    lr = args.lr * (args.batch_size * world_size / 256) ** 0.5  # grows with the batch
+    global_batch = args.batch_size * world_size  # the learning rate grows with it
+    lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
     scheduler = LambdaLR(optimizer, lambda step: warmup_then_decay(step, total_steps))
@@ -121,19 +127,19 @@ def train(args):
             labels = labels.to(second, non_blocking=True)
             loss = criterion(model(images), labels)
             loss.backward()
+            total[0] += loss.detach() * len(labels)
+            total[1] += len(labels)
             nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            total[0] += loss.detach() * len(labels)
-            total[1] += len(labels)
         dist.all_reduce(total)  # sum over all ranks
+        loss = (total[0] / total[1]).item()  # waits for the GPU
         seconds = time.perf_counter() - start
         accuracy = evaluate(net, test_loader, first, second)
         if rank == 0:  # log on rank 0 only
-            loss, images = total.tolist()
-            print(f"{title}  loss {loss / images:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
-                  f"{images / seconds:.0f} images/s", flush=True)
+            print(f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
+                  f"{total[1] / seconds:.0f} images/s", flush=True)
 
     # 6. Save
     if rank == 0:  # MP-5: save on rank 0 only, with the names of a plain ConvNet, on one device
@@ -161,9 +167,7 @@ def warmup_then_decay(step, total_steps):
 
 def main():
     train(parse_args())
-    gc.collect()  # free the model before destroying the group, or the exit may abort
-    time.sleep(0.1)  # Gloo's threads must be idle, or the exit may hang (torch < 2.8)
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # only now, when train() has freed the model
 
 
 if __name__ == "__main__":

@@ -1,52 +1,46 @@
 r"""Train a ConvNet on MNIST with checkpoints: whenever it is stopped, the same command resumes it.
 
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # restarted processes need new addresses
-    torchrun --standalone --nproc-per-node=2 --max-restarts=3 06_checkpointing/train.py
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or restarted processes find old addresses
+    torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 --max-restarts=3 \
+        06_checkpointing/train.py
 
-On one or two machines with a shared disk (elastic), the same commands on each:
+On one or two machines with a shared disk (elastic), with the same variable, on each:
 
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nnodes=1:2 --nproc-per-node=2 --max-restarts=3 --rdzv-backend=c10d \
         --rdzv-endpoint=10.0.0.1:29400 06_checkpointing/train.py --checkpoint /shared/run1.pt
 """
 
 import argparse
-import contextlib  # DDP-7
+import contextlib
 import faulthandler
-import gc  # DDP-1
-import itertools  # DDP-7
-import math  # CKPT-4
+import itertools
+import math
 import os
 import signal
 import sys
 import time
-import zipfile  # CKPT-3
+import zipfile
 from pathlib import Path
 
+LAUNCHER = os.getppid()  # CKPT-5: early, as torchrun may be killed while torch is imported
+
 import torch
-import torch.distributed as dist  # DDP-1
-import torch.distributed.nn  # DDP-1: if DDP imports it later, the exit may abort
+import torch._dynamo  # if DDP imports it later, the model outlives the group, and exits may abort
+import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP  # DDP-2
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, DistributedSampler  # DDP-3
+from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # unless common/ is next to this file
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # if common/ is not next to this
 from common.data import load_mnist
-from common.gather import gather_in_order  # DDP-5
+from common.gather import gather_in_order
 from common.model import ConvNet
 
 MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # CKPT-5: torchrun forwards them
-EPOCH_START = {"images": 0, "total": [0.0, 0.0], "seconds": 0.0}  # CKPT-4: done in this epoch
-MAY_CHANGE = {  # CKPT-3: from one start to the next, and what a change means
-    "epochs": "the learning rate follows the new length",
-    "batch_size": "each image of this epoch still comes once",
-    "accumulate": "each image of this epoch still comes once",
-    "lr": "from the next step on",
-    "seed": "a different order for the rest of this epoch: some images come again, others never",
-}
+received = []  # those that this process has got
 
 faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints where this process is
 
@@ -70,9 +64,15 @@ def parse_args():
     add("--checkpoint", type=Path, default="checkpoint.pt", help="checkpoint path; one per run")
     add("--best", type=Path, default="best.pt", help="path of the weights of the best epoch")
     args = parser.parse_args()
-    for path in (args.output, args.checkpoint, args.best):  # CKPT-1
-        if os.environ["RANK"] == "0" and not path.parent.is_dir():  # DDP-4: only rank 0 saves
-            parser.error(f"there is no folder {path.parent} for {path.name}")
+    files = [args.output, args.checkpoint, args.best]  # CKPT-1
+    if "RANK" not in os.environ:  # DDP-1: torchrun sets it
+        parser.error("start it with torchrun, as the first lines of this file show")
+    saves = os.environ["RANK"] == "0"  # DDP-4: only rank 0 saves
+    if len({file.resolve() for file in files}) < len(files):  # CKPT-1
+        parser.error("--output, --checkpoint and --best must be different files")
+    for folder in [file.parent for file in files]:
+        if saves and not (folder.is_dir() and os.access(folder, os.W_OK)):
+            parser.error(f"{folder} is not a writable folder")
     return args
 
 
@@ -82,15 +82,13 @@ def train(args):
     device = torch.device(f"cuda:{local_rank}" if args.device == "cuda" else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # one GPU per process, set before init_process_group
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # CKPT-5: for the stop flag
-    dist.init_process_group(backend)
-    stop_signals, launcher = catch_stop_signals(), os.getppid()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")  # CKPT-5
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
 
     # 2. Data
     train_set, test_set = load_mnist(args.data_dir)
-    train_sampler = RestOfEpoch(train_set, seed=args.seed)  # DDP-3, CKPT-4: one shard per rank
+    train_sampler = []  # CKPT-4: the indices of this rank's shard, set at the start of each epoch
     test_sampler = DistributedSampler(test_set, shuffle=False)
     options = {"pin_memory": device.type == "cuda"}
     options["worker_init_fn"] = ignore_stop_signals  # CKPT-5: workers get the signals as well
@@ -112,45 +110,40 @@ def train(args):
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * math.ceil(len(train_set) / global_batch)  # CKPT-4
-    done = {"epoch": 1, **EPOCH_START, "best": None}
+    done = {"epoch": 1, "images": 0, "best": None}  # CKPT-1: add your own numbers
 
     def steps_done():  # CKPT-4: as if this number of processes had taken all of them
         return total_steps * (done["epoch"] - 1 + done["images"] / len(train_set)) / args.epochs
 
-    def where():
-        return (f"{done['epoch'] - 1} of {args.epochs} epochs and "
-                f"{done['images']} of {len(train_set)} images")
-
     scheduler = ByProgress(optimizer, lambda _: warmup_then_decay(steps_done(), total_steps))
-
-    # CKPT-1: all that a resumed run needs. Add what has a state_dict(), such as an EMA, to objects,
-    # and your own numbers, such as the patience left, to done.
-    objects = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
-    settings = {name: getattr(args, name) for name in MAY_CHANGE} | {"images": len(train_set)}
-    if load_checkpoint(args.checkpoint, settings, objects, done) and rank == 0:  # CKPT-3
-        print(f"resuming from {args.checkpoint}, after {where()}", flush=True)
+    objects = {"model": net, "optimizer": optimizer, "scheduler": scheduler}  # CKPT-1: add an EMA
+    run = {"images": len(train_set), "seed": args.seed, "lr": args.lr}  # CKPT-3: must not change
+    if load_checkpoint(args.checkpoint, objects, done, run) and rank == 0:
+        print(f"resuming from {args.checkpoint} at {done}", flush=True)
+    for number in STOP_SIGNALS:  # CKPT-5: from here on they no longer end the process
+        signal.signal(number, lambda number, _: received.append(number))
 
     def save():  # CKPT-1: on rank 0; DDP keeps the weights of the others equal
-        return rank > 0 or save_checkpoint(args.checkpoint, settings, objects, done)
+        if rank == 0:
+            states = {name: each.state_dict() for name, each in objects.items()}
+            save_file({"run": run, "done": done, "objects": states}, args.checkpoint)
+
+    def stopped():  # CKPT-5
+        if rank == 0:
+            print(f"stopped at {done}; rerun the same command to resume", flush=True)
 
     # 5. Train and evaluate
     for epoch in range(done["epoch"], args.epochs + 1):  # CKPT-4
-        train_sampler.set_epoch(epoch)  # DDP-3: reshuffle
-        train_sampler.images_done = done["images"]  # CKPT-4: the rest of this epoch
+        train_sampler[:] = rest_of_epoch(len(train_set), args.seed + epoch, done["images"])
         net.train()
         title = f"epoch {epoch}/{args.epochs}"
-        start = time.perf_counter() - done["seconds"]  # CKPT-4
+        start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # of the losses, of the images
-        if rank == 0:  # CKPT-4
-            total += torch.tensor(done["total"], dtype=torch.float64, device=device)
         steps = math.ceil(len(train_loader) / args.accumulate)  # DDP-7
         batches = in_steps(train_loader, args.accumulate)
         bar = tqdm(batches, title, steps, leave=False, disable=rank > 0 or None)  # DDP-4: one bar
         for step, micro_batches in enumerate(bar, start=1):
-            stop = torch.tensor(len(stop_signals) + (os.getppid() != launcher))  # CKPT-5: any rank?
-            stop_known = dist.all_reduce(stop, dist.ReduceOp.MAX, async_op=True)
-            seen = (epoch - 1) * len(train_set) + done["images"]  # CKPT-4: for dropout
-            torch.manual_seed(args.seed + 10_000 * seen + rank)
+            torch.manual_seed(hash((args.seed, epoch, done["images"], rank)))  # CKPT-4: dropout
             images_in_step = sum(len(batch[1]) for batch in micro_batches)  # DDP-7: labels
             for number, (images, labels) in enumerate(micro_batches, start=1):
                 images = images.to(device, non_blocking=True)
@@ -164,53 +157,48 @@ def train(args):
                 total[1] += len(labels)
             nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             optimizer.step()
-            done["images"] += images_in_step * world_size  # CKPT-4: before the learning rate
-            done["images"] = min(done["images"], len(train_set))  # without padding
+            done["images"] += len(micro_batches) * args.batch_size * world_size  # CKPT-4
+            done["images"] = min(done["images"], len(train_set))  # the last batch may be smaller
             scheduler.step()
             optimizer.zero_grad()
-            stop_known.wait()  # CKPT-5: all ranks stop after the same step
+            stop = stop_asked()  # CKPT-5: all ranks stop after the same step
             if stop or step % args.save_every == 0:  # CKPT-1
-                of_all_ranks = total.clone()
-                dist.all_reduce(of_all_ranks)
-                done |= {"total": of_all_ranks.tolist(), "seconds": time.perf_counter() - start}
-                saved = save()
+                save()
             if stop:  # CKPT-5
                 bar.close()
-                if rank == 0 and saved:
-                    print(f"stopped after {where()}; rerun the same command to resume",
-                          flush=True)
-                return saved
+                return stopped()
         dist.all_reduce(total)  # DDP-5: sum over all ranks
+        loss = (total[0] / total[1]).item()  # waits for the GPU
         seconds = time.perf_counter() - start
-        done |= {"total": total.tolist(), "seconds": seconds}  # CKPT-1: evaluation may take long
-        save()
+        save()  # CKPT-1: evaluation may take long
         accuracy = evaluate(net, test_loader, device)
+        if accuracy is None:  # CKPT-5
+            return stopped()
         if rank == 0:  # DDP-4: log on rank 0 only
-            loss, images = total.tolist()
-            print(f"{title}  loss {loss / images:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
-                  f"{images / seconds:.0f} images/s", flush=True)
+            print(f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
+                  f"{total[1] / seconds:.0f} images/s", flush=True)
         if done["best"] is None or accuracy > done["best"]:  # CKPT-1
-            best_saved = [rank == 0 and save_file(net.state_dict(), args.best)]
-            dist.broadcast_object_list(best_saved)  # all ranks keep the same best score
-            if best_saved[0]:
-                done["best"] = accuracy
-        done |= {"epoch": epoch + 1, **EPOCH_START}  # CKPT-1: the epoch is complete
+            done["best"] = accuracy
+            if rank == 0:
+                save_file(net.state_dict(), args.best)
+        done |= {"epoch": epoch + 1, "images": 0}
         save()
 
     # 6. Save
     if rank == 0:  # DDP-4: save on rank 0 only
-        torch.save(net.state_dict(), args.output)
-    return True  # CKPT-5
+        save_file(net.state_dict(), args.output)  # CKPT-2
 
 
 @torch.no_grad()
 def evaluate(net, test_loader, device):
-    """Return the fraction of the test set that the network classifies correctly."""
+    """Return the fraction of the test set classified correctly, or None if stopped."""  # CKPT-5
     for buffer in net.buffers():  # DDP-5: copy rank 0's BatchNorm statistics to all ranks
         dist.broadcast(buffer, src=0)
     net.eval()
     correct = []
     for images, labels in test_loader:
+        if stop_asked():  # CKPT-5: all ranks have the same number of batches
+            return None
         correct.append(net(images.to(device)).argmax(1) == labels.to(device))
     correct = torch.cat(correct)
     correct = gather_in_order(correct, len(test_loader.dataset))  # DDP-5: from all ranks
@@ -224,109 +212,59 @@ def in_steps(loader, accumulate):  # DDP-7
         yield micro_batches
 
 
-class RestOfEpoch(DistributedSampler):  # CKPT-4
-    """DistributedSampler without an epoch's first images_done images, on any number of ranks."""
-
-    images_done = 0
-
-    def __len__(self):
-        return math.ceil((len(self.dataset) - self.images_done) / self.num_replicas)
-
-    def __iter__(self):
-        order = list(DistributedSampler(self.dataset, 1, 0, seed=self.seed + self.epoch))
-        rest = order[self.images_done :] + order  # the first images again as padding, if needed
-        return iter(rest[self.rank : len(self) * self.num_replicas : self.num_replicas])
+def rest_of_epoch(length, seed, images_done):  # CKPT-4
+    """This rank's part of the indices that an epoch has left; all parts are equally long."""
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(seed)).tolist()
+    rest, world_size = order[images_done:], dist.get_world_size()
+    rest += order[: -len(rest) % world_size]  # the epoch's first images again, as padding
+    return rest[dist.get_rank() :: world_size]
 
 
 class ByProgress(LambdaLR):  # CKPT-4
-    """LambdaLR of the progress made: a resumed run has the rates of its own --lr and processes."""
-
+    """LambdaLR whose rates follow the progress, also on another number of processes."""
     def load_state_dict(self, state_dict):
         super().load_state_dict({**state_dict, "base_lrs": self.base_lrs})
         self.step()
 
 
-def save_checkpoint(path, settings, objects, done):  # CKPT-1
-    """Save the run; return whether that was possible."""
-    states = {name: thing.state_dict() for name, thing in objects.items()}
-    return save_file({"settings": settings, "done": done, "objects": states}, path)
-
-
 def save_file(content, path):  # CKPT-2
-    """Write a temporary file and rename it, so that path is a complete file at any moment.
-
-    Returns False after a warning if the disk fails. Raises pickle.UnpicklingError if the content
-    could not be loaded again.
-    """
+    """Write a temporary file and rename it, so that path is a complete file at any moment."""
+    path = path.resolve()  # a symlink stays one
     temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        torch.load(temporary, "cpu", mmap=True, weights_only=True)  # raises if it cannot be resumed
-        os.replace(temporary, path)
-        return True
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
-        reason = error if isinstance(error, OSError) else error.__context__ or error
-        last = f"is of {time.ctime(path.stat().st_mtime)}" if path.exists() else "does not exist"
-        print(f"warning: {path} was not saved ({reason}); the previous one {last}",
-              file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError):  # the disk may be read-only
-            temporary.unlink()
-        return False
+    with open(temporary, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    torch.load(temporary, "cpu", mmap=True, weights_only=True)  # fails now, not at the resume
+    os.replace(temporary, path)
 
 
-def load_checkpoint(path, settings, objects, done):  # CKPT-3
-    """Load a checkpoint, which rank 0 reads, into objects and done on all ranks, if there is one.
+def load_checkpoint(path, objects, done, run):  # CKPT-3
+    """Load a checkpoint, which rank 0 reads, on all ranks; return whether there is one.
 
-    Raises SystemExit on all ranks, with one line from rank 0, if it is damaged or could run code,
-    or if it belongs to a different model or to different data.
+    Raises ValueError if it is damaged or of another run, UnpicklingError if it could run code.
     """
-    rank, state, problem = dist.get_rank(), None, ""
-    if rank == 0 and path.exists():
-        try:
-            if zipfile.ZipFile(path).testzip():  # torch.load ignores the checksums
-                raise ValueError("wrong checksum")
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            restore(state, settings, objects, done)
-        except OSError:
-            raise  # a problem of the disk
-        except Exception as error:
-            problem = " ".join(f"{type(error).__name__}: {error}".split())
-    shared = [state, problem]
+    shared = [None]
+    if dist.get_rank() == 0 and path.exists():
+        if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip():
+            raise ValueError(f"{path} is damaged")  # torch.load ignores the checksums
+        shared = [torch.load(path, map_location="cpu", weights_only=True)]
     dist.broadcast_object_list(shared)
-    state, problem = shared
-    if problem:
-        time.sleep(0.1)  # as in main, but with any torch: the model still exists
-        dist.destroy_process_group()
-        line = f"error: cannot resume from {path} ({problem}): move it away to start from scratch"
-        sys.exit(line if rank == 0 else 1)
-    if state and rank > 0:
-        restore(state, settings, objects, done)
+    [state] = shared
+    if state and state.get("run") != run:
+        raise ValueError(f"{path} is of {state.get('run')}, not {run}: move it away to start again")
+    if state:
+        done.update(state["done"])
+        for name, each in objects.items():
+            each.load_state_dict(state["objects"][name])
     return state is not None
 
 
-def restore(state, settings, objects, done):  # CKPT-3
-    """Load what save_checkpoint saved; raises if it does not fit, and rank 0 logs what changed."""
-    before = state["settings"]
-    if before["images"] != settings["images"]:
-        raise ValueError(f"it has {before['images']} training images, not {settings['images']}")
-    done.update(state["done"])
-    for name, thing in objects.items():
-        thing.load_state_dict(state["objects"][name])
-    for name, meaning in MAY_CHANGE.items():
-        if before[name] != settings[name] and dist.get_rank() == 0:
-            option = "--" + name.replace("_", "-")
-            print(f"{option} {settings[name]} in place of {before[name]}: {meaning}", flush=True)
-
-
-def catch_stop_signals():  # CKPT-5
-    """From now on, stop signals do not end this process but are appended to the returned list."""
-    received = []
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, _: received.append(number))
-    return received
+def stop_asked():  # CKPT-5
+    """Whether any rank has got a stop signal or lost its launcher; all ranks ask together."""
+    flag = torch.tensor(len(received) + (os.getppid() != LAUNCHER))
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return flag.item() > 0
 
 
 def ignore_stop_signals(worker_id=None):  # CKPT-5
@@ -340,12 +278,9 @@ def warmup_then_decay(step, total_steps):
 
 
 def main():
-    saved = train(parse_args())  # CKPT-5
-    ignore_stop_signals()  # CKPT-5: a second signal must not end the process now
-    gc.collect()  # DDP-1: free the model before destroying the group, or the exit may abort
-    time.sleep(0.1)  # DDP-1: Gloo's threads must be idle, or the exit may hang (torch < 2.8)
-    dist.destroy_process_group()
-    sys.exit(0 if saved else "error: stopped without saving the last steps")  # CKPT-5
+    train(parse_args())
+    ignore_stop_signals()  # CKPT-5: a second signal must not end the process while it exits
+    dist.destroy_process_group()  # DDP-1: only now, when train() has freed the model
 
 
 if __name__ == "__main__":

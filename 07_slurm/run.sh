@@ -13,7 +13,7 @@
 # module load python; . .venv/bin/activate  # EDIT
 set -eu
 address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds to save; before torch 2.13 it is 30
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds to save; before torch 2.12 it is 30
 trap : TERM # this shell waits while the processes save
 
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun \

@@ -13,7 +13,8 @@ if command -v nvidia-smi >/dev/null; then gpus=--gpus=all nproc=gpu; fi
 if [ "${NNODES:-1}" = 1 ]; then
   exec docker run --rm --init --stop-timeout=120 --shm-size=1g $gpus --env OMP_NUM_THREADS \
     --user "$(id -u):$(id -g)" --volume "$PWD:/work" mnist-ddp \
-    torchrun --standalone --nproc-per-node="${NPROC:-$nproc}" --max-restarts=3 /app/train.py "$@"
+    torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node="${NPROC:-$nproc}" \
+    --max-restarts=3 /app/train.py "$@"
 fi
 # shellcheck disable=SC2086
 exec docker run --rm --init --stop-timeout=120 --shm-size=1g $gpus --env OMP_NUM_THREADS \
