@@ -18,10 +18,11 @@ from helpers.paths import ROOT
 VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")  # conftest.py hides them, except in test_cuda
 SITECUSTOMIZE = ROOT / "tests/witness/sitecustomize.py"
 WITNESS = {"PYTHONPATH": str(SITECUSTOMIZE.parent)}  # makes Python read it at its start
-EPOCH = r"epoch (?P<epoch>\d+)/(?P<epochs>\d+)  loss (?P<loss>\d+\.\d{4})  "
+EPOCH = r"epoch (?P<epoch>\d+)/(?P<epochs>\d+)  loss (?P<loss>\d+\.\d{4}|nan)  "
 EPOCH += r"accuracy (?P<accuracy>[01]\.\d{4})  (?P<seconds>\d+\.\d) s  (?P<speed>\d+) images/s"
 EPOCH = re.compile(EPOCH)
 
+STANDALONE = ["torchrun", "--standalone", "--local-addr=127.0.0.1"]
 GIVEN_PORTS = set()  # by free_port()
 
 # Of launch files and torchrun, as those of Slurm: a test sets them itself or leaves them out
@@ -42,7 +43,8 @@ class Result:
     """A finished command: its exit code and what it printed."""
 
     def __init__(self, command, code, output, errors):
-        self.command, self.code, self.output, self.errors = command, code, output, errors
+        self.command, self.code, self.errors = command, code, errors
+        self.output = re.sub(r"^\[Gloo\] Rank .*\n", "", output, flags=re.M)  # torch 2.8 prints it
 
     def __repr__(self):
         command = " ".join(map(str, self.command))
@@ -60,7 +62,7 @@ class Running:
 
     def __init__(self, command, cwd, **environment):
         self.command, self.token, self.start = command, uuid.uuid4().hex, time.monotonic()
-        self.files = [tempfile.TemporaryFile("w+") for _ in range(2)]
+        self.files = [tempfile.TemporaryFile() for _ in range(2)]
         environment = clean_environment() | environment | {"TEST_RUN": self.token}
         self.process = subprocess.Popen(
             [str(part) for part in command], cwd=cwd, env=environment, start_new_session=True,
@@ -69,9 +71,9 @@ class Running:
 
     def printed(self):
         """What it has printed so far: standard output and standard error."""
-        for file in self.files:
-            file.seek(0)
-        return [file.read() for file in self.files]
+        # A seek() and read() would move the position at which the running processes write
+        sizes = [(file.fileno(), os.fstat(file.fileno()).st_size) for file in self.files]
+        return [os.pread(file, size, 0).decode(errors="replace") for file, size in sizes]
 
     def kill(self, *words):
         """End, with SIGKILL, one process whose command line contains all these words."""
@@ -129,8 +131,13 @@ def run(command, cwd, limit=300, **environment):
 
 def torchrun(script, nproc, *options, cwd, **environment):
     """Run a script with torchrun, in this number of processes on two cores."""
-    command = ["torchrun", "--standalone", f"--nproc-per-node={nproc}", script, *options]
+    command = [*STANDALONE, f"--nproc-per-node={nproc}", script, *options]
     return run(command, cwd, **{"OMP_NUM_THREADS": str(max(1, 2 // nproc)), **environment})
+
+
+def new_namespace(kind):
+    """The command before a command that runs it in a new namespace, as root or without."""
+    return ["unshare", f"--{kind}", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
 
 
 def free_port():
