@@ -1,5 +1,7 @@
 """01: one process; and what the options of 01 to 04 have in common."""
 
+import os
+
 import pytest
 from helpers.paths import DIGITS, ROOT
 from helpers.scripts import load_script, parse, rejected
@@ -24,7 +26,11 @@ def test_who_saves_needs_the_folder_of_its_output(folder, writes, does_not, monk
     script, missing = ROOT / folder / "train.py", ["--output", "no/such/folder/mnist.pt"]
     options, settings = writes
     error = rejected(monkeypatch, capsys, script, *missing, *options, **settings)
-    assert error == "--output: there is no folder no/such/folder"
+    assert error == "no/such/folder is not a writable folder"
+    with monkeypatch.context() as patch:  # a folder that others own, or on a read-only disk
+        patch.setattr("os.access", lambda folder, mode: mode != os.W_OK)
+        error = rejected(patch, capsys, script, *options, **settings)
+        assert error == ". is not a writable folder"
     if does_not:
         options, settings = does_not
         parse(monkeypatch, script, *missing, *options, **settings)

@@ -52,14 +52,14 @@ STOP = {"SIGNAL_AT_BATCH": f"1 {signal.SIGTERM:d} 3"}  # to rank 1 alone
 def test_a_stopped_job_is_requeued_resumes_and_saves(launched, repository):
     """It is requeued before any of its processes ends. The slow tests run it on a real Slurm."""
     stopped = launched.finish()
-    progress = "after 0 of 3 epochs and 384 of 1260 images"
+    progress = f"at {dict(epoch=1, images=384, best=None)}"
     output = f"stopped {progress}; rerun the same command to resume\nrequeueing job {JOB}\n"
     assert (stopped.code, stopped.output) == (0, output), stopped
     place = launched.place
     assert (place / "calls").read_text() == f"scontrol requeue {JOB}\n"
     assert (place / "ended").read_text().count("\n") == 2
     again = run_ranks(repository / "07_slurm/train.py", 2, "--epochs", 3, cwd=place)
-    assert again.output.startswith(f"resuming from checkpoint.pt, {progress}\n"), again
+    assert again.output.startswith(f"resuming from checkpoint.pt {progress}\n"), again
     check_trained(again, place, ranks=1)  # the witness did not see the part before the stop
 
 
@@ -76,7 +76,7 @@ def stopped_tasks(folder, **settings):
 def test_without_scontrol_a_stopped_job_saves(tmp_path):
     """As in a container."""
     codes, output, errors = stopped_tasks(tmp_path, PATH=str(tmp_path))
-    progress = "after 0 of 1 epochs and 384 of 12942 images"
+    progress = f"at {dict(epoch=1, images=384, best=None)}"
     assert output == f"stopped {progress}; rerun the same command to resume\n", errors
     assert codes == [0, 0] and (tmp_path / "checkpoint.pt").exists(), errors
 
@@ -85,8 +85,8 @@ def test_a_stopped_job_whose_save_failed_is_not_requeued(tmp_path):
     (tmp_path / "record").write_text(record())
     (tmp_path / "checkpoint.pt.tmp").mkdir()  # nothing can be written to it
     codes, output, errors = stopped_tasks(tmp_path, PATH=fake_slurm(tmp_path))
-    assert codes == [1, 0], errors
-    assert errors.endswith("error: stopped without saving the last steps\n"), errors
+    assert codes == [1, 1], errors
+    assert "IsADirectoryError: [Errno 21] Is a directory: " in errors, errors
     assert output == "" and not (tmp_path / "calls").exists(), output
 
 
@@ -127,6 +127,38 @@ def test_which_jobs_are_requeued(fields, requeued, scontrol, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     load_script(FOLDER / "train.py").requeue_job()
     assert os.path.exists("calls") == requeued
+
+
+FAILS_ONCE = """
+if ! [ -e failed ]; then
+  touch failed
+  echo "slurm_load_jobs error: Unable to contact slurm controller" >&2
+  {}
+fi
+"""
+
+
+@pytest.mark.parametrize(("failure", "reason"), [
+    ("exit 1", "]' returned non-zero exit status 1.\n"),
+    ("exec sleep 60", "]' timed out after 1 seconds\n"),
+])
+def test_a_controller_that_does_not_answer_is_asked_again(
+    failure, reason, scontrol, monkeypatch, capfd
+):
+    Path("record").write_text(record())
+    tools = fake_tools(Path("failing").resolve(), scontrol=FAILS_ONCE.format(failure)
+                       + SCONTROL.replace("sleep 2", ":"))
+    monkeypatch.setenv("PATH", tools)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    script = load_script(FOLDER / "train.py")
+    real_run = script.subprocess.run
+    monkeypatch.setattr(script.subprocess, "run",
+                        lambda *words, timeout, **given: real_run(*words, timeout=1, **given))
+    monkeypatch.setattr(script.time, "sleep", lambda seconds: None)
+    script.requeue_job()
+    assert Path("calls").read_text() == "scontrol requeue 7\n"
+    log = capfd.readouterr()
+    assert reason in log.out and "Unable to contact slurm controller" in log.err
 
 
 def test_without_slurm_nothing_is_requeued(scontrol, monkeypatch):

@@ -3,6 +3,7 @@
 A recorder, which the tests add to a copy, notes what each rank has before each optimizer step.
 """
 
+import ast
 import json
 import math
 import random
@@ -128,18 +129,19 @@ EVENTS = """
 import signal, time
 import torch.distributed as dist
 
-def step(rank, world, args, done, optimizer, micro_batches):
+def step(rank, world, args, done, total, optimizer, micro_batches):
     rows = [row for batch in micro_batches for row in batch["tokens"]]
     note(world=world, epochs=args.epochs, epoch=done["epoch"], images=done["images"],
-         rates=[group["lr"] for group in optimizer.param_groups],
+         losses=total[0].item(), rates=[group["lr"] for group in optimizer.param_groups],
          lines=[bytes(row[row > 0].tolist()).decode().strip() for row in rows])
+    at(f"{done['epoch']}:{done['images']}", rank)
+
+def at(place, rank):
     for event in os.environ.get("EVENTS", "").split():
-        what, epoch, images = event.split(":")
         marker = f"{event} on {rank}"  # it happens once
-        now = done["epoch"] == int(epoch) and done["images"] == int(images)
-        if now and not os.path.exists(marker):
+        if event.endswith(f"@{place}") and not os.path.exists(marker):
             open(marker, "w").close()
-            happen(what, rank)
+            happen(event.split("@")[0], rank)
 
 def happen(what, rank):
     dist.barrier()
@@ -159,9 +161,12 @@ def happen(what, rank):
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     """A copy of 06 with the language model, and a text of lines that differ."""
-    note = "step(rank, world_size, args, done, optimizer, micro_batches)"
+    note = "step(rank, world_size, args, done, total, optimizer, micro_batches)"
     folder = tmp_path_factory.mktemp("language")
     project = adapted(folder, "06_language_model.patch", note, EVENTS)
+    evaluation = "    net.eval()\n"
+    event = "    recorder.at('evaluation', dist.get_rank())\n"
+    edit(project, "train.py", (evaluation, evaluation + event))
     words = "the a small large model step rank node trains reads keeps gradient of with".split()
     numbers = random.Random(0)
     lines = [" ".join(numbers.choices(words, k=numbers.randint(1, 8))) for _ in range(LINES + 31)]
@@ -190,6 +195,43 @@ def epochs_of(result):
     return re.findall(r"^epoch .* loss (\S+)  perplexity (\S+) ", result.output, re.M)
 
 
+def mean_loss(folder, epoch, done=0):
+    """The mean loss of an epoch, or of its rest after the first lines, whose number is done.
+
+    From an undisturbed run, whose ranks noted their sums of losses, with the step that begins.
+    """
+    losses, tokens = {}, 0
+    for note in notes(folder):
+        if note["epoch"] == epoch:
+            losses[note["images"]] = losses.get(note["images"], 0) + note["losses"]
+            if note["images"] >= done:
+                tokens += sum(len(line) + 1 for line in note["lines"])  # and the end of each line
+    return f"{(losses[max(losses)] - losses.get(done - 32, 0)) / tokens:.4f}"
+
+
+def resumed(result):
+    """Where a run was when it began."""
+    return place(result.output.splitlines()[0], "resuming from checkpoint.pt at ", "")
+
+
+def stopped(result):
+    """Where a run was when it ended."""
+    last = result.output.splitlines()[-1]
+    return place(last, "stopped at ", "; rerun the same command to resume")
+
+
+def place(line, before, after):
+    """What a line has between these texts: a dictionary that is printed as plain values."""
+    assert line.startswith(before) and line.endswith(after), line
+    return ast.literal_eval(line.removeprefix(before).removesuffix(after))
+
+
+def at(epoch, images, best):
+    """A place, with a best perplexity that was printed, or None."""
+    best = best and pytest.approx(float(best), abs=6e-5)
+    return {"epoch": epoch, "images": images, "best": best}
+
+
 def check_notes(folder, epochs):
     """Every line came once in each epoch, and both groups had the rates of the formula."""
     seen = [Counter() for _ in range(epochs)]
@@ -205,9 +247,13 @@ def check_notes(folder, epochs):
 
 
 def test_perplexity_is_that_of_a_single_process(project, undisturbed, monkeypatch):
-    """The score of the saved best file, line by line; every line came once in each epoch."""
+    """The score of the saved best file, line by line; every line came once in each epoch.
+
+    And the losses are means over the tokens, without padding.
+    """
     folder, epochs = undisturbed
     check_notes(folder, 3)
+    assert [loss for loss, _ in epochs] == [mean_loss(folder, epoch) for epoch in (1, 2, 3)]
     monkeypatch.syspath_prepend(project)  # for the recorder
     model = load_script(project / "train.py").LanguageModel().eval()
     model.load_state_dict(torch.load(folder / "best.pt", weights_only=True))
@@ -232,7 +278,7 @@ def test_two_ranks_and_micro_batches_take_the_steps_of_a_whole_batch(project, tm
     shutil.copytree(project, exact)
     edit(exact, "train.py", ("MAX_GRAD_NORM = 1.0", "MAX_GRAD_NORM = 1e9"), ("AdamW(", "SGD("),
          ("dropout=0.1", "dropout=0.0"),
-         ("    saved = train(", "    torch.set_default_dtype(torch.float64)\n    saved = train("))
+         ("    train(", "    torch.set_default_dtype(torch.float64)\n    train("))
     for nproc, batch, accumulate in ((1, 32, 1), (2, 4, 4)):
         folder = exact / str(nproc)
         folder.mkdir()
@@ -245,20 +291,30 @@ def test_two_ranks_and_micro_batches_take_the_steps_of_a_whole_batch(project, tm
 
 @pytest.mark.slow
 def test_language_model_resumes_bitwise_after_sigterm_and_sigkill(project, undisturbed, tmp_path):
-    """One rank is killed, and torchrun restarts both; it is stopped; then both are killed."""
+    """One rank is killed, and torchrun restarts both; both are stopped, once more in an evaluation;
+    then both are killed. A resumed epoch has the loss of its rest, and the perplexity of all of it.
+    """
+    folder, epochs = undisturbed
+    perplexities = [perplexity for _, perplexity in epochs]
+    best = [min(perplexities[:number], key=float) for number in (1, 2)]
     command = ["bash", project / "run.sh", "--data-dir", project, "--amp", *OPTIONS, "--epochs", 3]
     settings = {"NPROC": "2", "OMP_NUM_THREADS": "1"}
-    settings["EVENTS"] = "kill-one:1:96 stop-torchrun:2:32"
-    stopped = run(command, tmp_path, **settings)
-    assert stopped.code == 1, stopped
-    assert stopped.output.startswith("resuming from checkpoint.pt, after 0 of 3 epochs and 64 of ")
-    assert stopped.output.splitlines()[-1].startswith("stopped after 1 of 3 epochs and "), stopped
-    killed = run_ranks(project / "train.py", 2, *command[2:], cwd=tmp_path, EVENTS="kill-all:3:32")
+    settings["EVENTS"] = "kill-one@1:96 stop-torchrun@2:32"
+    restarted = run(command, tmp_path, **settings)
+    assert restarted.code == 1, restarted
+    assert resumed(restarted) == at(1, 64, None)
+    assert stopped(restarted) == at(2, 64, best[0])
+    evaluating = trained(project, tmp_path, 2, "--epochs", 3, EVENTS="stop-one@evaluation")
+    assert resumed(evaluating) == at(2, 64, best[0])
+    assert stopped(evaluating) == at(2, LINES, best[0])
+    killed = run_ranks(project / "train.py", 2, *command[2:], cwd=tmp_path, EVENTS="kill-all@3:32")
     assert killed.code == signal.SIGKILL, killed
+    assert resumed(killed) == at(2, LINES, best[0])
     result = trained(project, tmp_path, 2, "--epochs", 3)
-    assert result.output.startswith("resuming from checkpoint.pt, after 2 of 3 epochs and 0 of ")
-    folder, epochs = undisturbed
-    assert epochs_of(stopped) + epochs_of(killed) + epochs_of(result) == epochs
+    assert resumed(result) == at(3, 0, best[1])
+    lines = [line for each in (restarted, evaluating, killed, result) for line in epochs_of(each)]
+    losses = [mean_loss(folder, 1, done=64), "nan", epochs[2][0]]
+    assert lines == [*zip(losses, perplexities, strict=True)]
     for weights in ("last.pt", "best.pt"):
         assert equal(tmp_path / weights, folder / weights)
     runs = []
@@ -273,11 +329,12 @@ def test_language_model_resumes_bitwise_after_sigterm_and_sigkill(project, undis
 
 @pytest.mark.slow
 def test_language_model_resumes_on_one_process_and_trains_longer(project, tmp_path):
-    stopped = trained(project, tmp_path, 2, "--epochs", 2, EVENTS="stop-one:2:32")
-    assert stopped.output.splitlines()[-1].startswith("stopped after 1 of 2 epochs and 96 of ")
-    trained(project, tmp_path, 1, "--epochs", 2)
+    first = trained(project, tmp_path, 2, "--epochs", 2, EVENTS="stop-one@2:32")
+    [(_, best)] = epochs_of(first)
+    assert stopped(first) == at(2, 64, best)
+    assert resumed(trained(project, tmp_path, 1, "--epochs", 2)) == at(2, 64, best)
     longer = trained(project, tmp_path, 2, "--epochs", 3)
     assert len(epochs_of(longer)) == 1, longer
     check_notes(tmp_path, 3)
     assert {note["epochs"] for note in notes(tmp_path)} == {2, 3}
-    assert [note["world"] for note in notes(tmp_path)].count(1) == 3
+    assert [note["world"] for note in notes(tmp_path)].count(1) == 5

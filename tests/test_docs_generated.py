@@ -15,16 +15,15 @@ import pytest
 from helpers.paths import FOLDERS, ROOT, label
 from helpers.projects import COPIES
 from helpers.readmes import CHANGES, MAIN, READMES, blocks, git_diff, hold, rows, sections
-from test_markers import SHOWN, code, marks
+from test_markers import SHOWN, below_the_docstring, code, marks
 
 HUNK = re.compile(r"^@@ \S+ \+(\d+),?(\d*) @@.*\n((?:[-+].*\n)*)", re.M)
 
 
 def diff_of(folder, tmp_path):
-    """git's hunks between a script and the one that its README compares it with, no docstrings."""
+    """git's hunks below the imports of a script and the one that its README compares it with."""
     for name in (SHOWN[folder], folder):
-        text = (ROOT / name / "train.py").read_text()
-        (tmp_path / name).write_text(text.split('"""', 2)[2])
+        (tmp_path / name).write_text(below_the_docstring(name))
     text = git_diff("--unified=0", tmp_path / SHOWN[folder], tmp_path / folder)
     return text[text.index("@@ ") :]
 

@@ -6,10 +6,12 @@ import shutil
 import subprocess
 
 import pytest
-from helpers.commands import fake_tools, run
+from helpers.commands import bare_tools, fake_tools, run
 from helpers.paths import ROOT, label
 
 LAUNCHERS = sorted(ROOT.glob("0*/run.sh"))
+STANDALONE = "torchrun --standalone --local-addr=127.0.0.1"
+GPUS = {"GPUS": "1"}  # for the test: nvidia-smi is installed
 STATIC = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
 
 
@@ -32,28 +34,30 @@ def test_form(path):
      "--master-addr 127.0.0.1 --master-port 29500"),
     ("03_ddp_multinode_spawn", STATIC, "", "python {}/train.py --nodes 2 --node-rank 1 "
      "--master-addr 10.0.0.1 --master-port 29500"),
-    ("04_ddp_torchrun", {}, "3", "torchrun --standalone --nproc-per-node=5 {}/train.py"),
-    ("04_ddp_torchrun", {"NPROC": "30"}, "1",
-     "torchrun --standalone --nproc-per-node=30 {}/train.py"),
+    ("04_ddp_torchrun", {}, "6", f"{STANDALONE} --nproc-per-node=2 {{}}/train.py"),
+    ("04_ddp_torchrun", GPUS, "", f"{STANDALONE} --nproc-per-node=gpu {{}}/train.py"),
+    ("04_ddp_torchrun", {**GPUS, "NPROC": "5"}, "3",
+     f"{STANDALONE} --nproc-per-node=5 {{}}/train.py"),
+    ("04_ddp_torchrun", {"NPROC": "30"}, "1", f"{STANDALONE} --nproc-per-node=30 {{}}/train.py"),
     ("04_ddp_torchrun", {**STATIC, "OMP_NUM_THREADS": "7"}, "7",
-     "torchrun --nnodes=2 --node-rank=1 --nproc-per-node=5 --master-addr=10.0.0.1 "
+     "torchrun --nnodes=2 --node-rank=1 --nproc-per-node=2 --master-addr=10.0.0.1 "
      "--master-port=29500 {}/train.py"),
     ("05_model_parallel", {"SCRIPT": "fsdp.py"}, "6",
-     "torchrun --standalone --nproc-per-node=2 {}/fsdp.py"),
-    ("06_checkpointing", {"NNODES": "1"}, "3",
-     "torchrun --standalone --nproc-per-node=5 --max-restarts=3 {}/train.py"),
-    ("06_checkpointing", {}, "3",
-     "torchrun --standalone --nproc-per-node=5 --max-restarts=3 {}/train.py"),
-    ("06_checkpointing", {"RDZV_ENDPOINT": "h:29400"}, "3",
-     "torchrun --nnodes=1:2 --nproc-per-node=5 --max-restarts=3 --rdzv-backend=c10d "
+     f"{STANDALONE} --nproc-per-node=2 {{}}/fsdp.py"),
+    ("06_checkpointing", {"NNODES": "1"}, "6",
+     f"{STANDALONE} --nproc-per-node=2 --max-restarts=3 {{}}/train.py"),
+    ("06_checkpointing", GPUS, "",
+     f"{STANDALONE} --nproc-per-node=gpu --max-restarts=3 {{}}/train.py"),
+    ("06_checkpointing", {"RDZV_ENDPOINT": "h:29400"}, "6",
+     "torchrun --nnodes=1:2 --nproc-per-node=2 --max-restarts=3 --rdzv-backend=c10d "
      "--rdzv-id=train --rdzv-endpoint=h:29400 {}/train.py"),
 ])
 def test_launches(folder, settings, threads, launch, tmp_path):
-    """With 12 cores and 5 GPUs, in another folder; threads are rounded up."""
+    """With 12 cores, in another folder; threads are rounded up."""
     echo = '$OMP_NUM_THREADS" "$@"'
-    tools = {"python": f'[ "$1" = -c ] && echo 5 || echo "python {echo}',
-             "torchrun": f'echo "torchrun {echo}', "getconf": "echo 12"}
-    path = fake_tools(tmp_path / "fake", **tools)
+    tools = {name: f'echo "{name} {echo}' for name in ("python", "torchrun")}
+    tools |= {"getconf": "echo 12"} | ({"nvidia-smi": "exit 1"} if "GPUS" in settings else {})
+    path = bare_tools(tmp_path / "fake", **tools)
     script = ROOT / folder / "run.sh"
     result = run(["bash", script, "--lr", "a b"], tmp_path, PATH=path, **settings)
     launcher, arguments = launch.format(script.parent).split(" ", 1)

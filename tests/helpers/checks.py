@@ -58,6 +58,7 @@ def check_trained(result, folder, epochs=3, ranks=2, at_least=0.6, accuracy_of=b
     assert result.code == 0, result
     lines = result.epochs()
     assert [line["epoch"] for line in lines] == [str(n) for n in range(1, epochs + 1)], result
+    assert all(line["loss"] != "nan" for line in lines), result
     assert float(lines[-1]["accuracy"]) >= at_least, result
     assert lines[-1]["accuracy"] == f"{accuracy_of(folder / 'mnist.pt'):.4f}", result
     if ranks == 1:

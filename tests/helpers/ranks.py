@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from helpers.commands import SITECUSTOMIZE, Result, free_port
+from helpers.commands import SITECUSTOMIZE, STANDALONE, Result, free_port
 from helpers.paths import ROOT
 
 # Ranks are forked from a process that has imported torch: torchrun takes seconds to start them
@@ -53,7 +53,7 @@ def run_ranks(script, nproc, *options, cwd, errors=None, limit=300, **environmen
         files = [Path(folder, "output"), errors or Path(folder, "errors")]
         codes = exit_codes(start_ranks(script, nproc, options, cwd, files, **environment), limit)
         printed = [file.read_text() if file.is_file() else "" for file in files]
-    command = ["torchrun", "--standalone", f"--nproc-per-node={nproc}", script, *options]
+    command = [*STANDALONE, f"--nproc-per-node={nproc}", script, *options]
     return Result(command, max(map(abs, codes)), *printed)
 
 

@@ -61,7 +61,7 @@ def test_ctrl_c_ends_a_job(start):
             os.killpg(job.process.pid, signal.SIGINT)
         result = job.finish()
         assert result.code != 0, result
-    assert result.output.count("stopped after ") == 1, result
+    assert result.output.count("stopped at ") == 1, result
 
 
 def test_a_failing_rank_ends_the_job_and_shows_its_traceback(start, tmp_path):
@@ -90,19 +90,23 @@ def test_no_thread_of_the_process_group_is_left_at_the_exit(tmp_path):
         assert result.code == 0, result
         assert left == ["0", "0"]
         (project / "threads").unlink()
-    # Without the garbage collection there are such threads
-    edit(project, "train.py", ("    train(parse", "    gc.disable()\n    train(parse"))
-    edit(project, "train.py", ("    gc.collect()", "    pass"))
+    # Without Python's cyclic garbage collection neither, but for the import at the top
+    no_gc = "    __import__('gc').disable()\n    train(parse"
+    edit(project, "train.py", ("    train(parse", no_gc))
+    assert with_threads(project, "train.py", *options)[1] == ["0", "0"]
+    (project / "threads").unlink()
+    edit(project, "train.py", ("import torch._dynamo  #", "#"))
     assert with_threads(project, "train.py", *options)[1] != ["0", "0"]
 
 
 def test_a_rejected_checkpoint_ends_all_ranks(tmp_path):
-    """The model still exists: without the sleep there 4 of 30 exits hung on torch 2.13.0."""
+    """The model and the process group still exist: none may hang, or be ended by a signal."""
     project = copied(tmp_path, "06_checkpointing")
     (project / "checkpoint.pt").write_bytes(b"damaged")
     for _ in range(30):
         result = run_ranks("train.py", 2, "--data-dir", "common", cwd=project, limit=60)
-        assert result.code == 1 and "(BadZipFile: File is not a zip file)" in result.errors, result
+        assert result.code == 1, result
+        assert "ValueError: checkpoint.pt is damaged" in result.errors, result
 
 
 @pytest.mark.parametrize("script", ["fsdp.py", "tensor_parallel.py"])

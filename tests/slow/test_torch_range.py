@@ -1,7 +1,7 @@
 """02 to 06 on the oldest and on the newest torch, by tests of the quick suite.
 
 01 and 04 are 06 without some of its steps, 07 has two more, and 08 is 06. TORCH_OLDEST_PYTHON and
-TORCH_NEWEST_PYTHON name the Python of a virtual environment with torch 2.6.0 and the newest
+TORCH_NEWEST_PYTHON name the Python of a virtual environment with torch 2.8.0 and the newest
 release, and with the other packages of requirements.txt.
 """
 
@@ -24,11 +24,10 @@ TESTS = (
 )
 
 
-@pytest.mark.parametrize(("name", "version", "skipped"), [
-    ("TORCH_OLDEST_PYTHON", r"2\.6\.0", 4),  # pipeline.py and fsdp.py need a newer one
-    ("TORCH_NEWEST_PYTHON", r"2\.(?!6\.)\d+\.\d+", 0),
+@pytest.mark.parametrize(("name", "version"), [
+    ("TORCH_OLDEST_PYTHON", r"2\.8\.0"), ("TORCH_NEWEST_PYTHON", r"2\.(?!8\.)\d+\.\d+")
 ])
-def test_scripts_and_launch_files(name, version, skipped, tmp_path):
+def test_scripts_and_launch_files(name, version, tmp_path):
     python = os.environ.get(name)
     if not python:
         pytest.skip(f"{name} is not set")
@@ -39,4 +38,4 @@ def test_scripts_and_launch_files(name, version, skipped, tmp_path):
     tests = [f"{ROOT}/tests/{test}" for test in TESTS]
     result = run([*command, *tests], tmp_path, limit=900, **settings)
     assert result.code == 0, result  # pytest also ends with an error if one of them does not exist
-    assert sum(map(int, re.findall(r"^SKIPPED \[(\d+)\]", result.output, re.M))) == skipped, result
+    assert "SKIPPED" not in result.output, result
