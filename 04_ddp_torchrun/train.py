@@ -103,9 +103,8 @@ def train(args):
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # of the losses, of the images
         bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)  # DDP-4: one bar
-        for images, labels in bar:
-            images = images.to(device, non_blocking=True)
-            labels = labels.to(device, non_blocking=True)
+        for batch in bar:
+            images, labels = [part.to(device, non_blocking=True) for part in batch]
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
                 loss = criterion(model(images), labels)
             loss.backward()
@@ -118,9 +117,9 @@ def train(args):
         dist.all_reduce(total)  # DDP-5: sum over all ranks
         loss = (total[0] / total[1]).item()  # waits for the GPU
         seconds = time.perf_counter() - start
-        accuracy = evaluate(net, test_loader, device)
+        score = evaluate(net, test_loader, device)
         if rank == 0:  # DDP-4: log on rank 0 only
-            print(f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
+            print(f"{title}  loss {loss:.4f}  accuracy {score:.4f}  {seconds:.1f} s  "
                   f"{total[1] / seconds:.0f} images/s", flush=True)
 
     # 6. Save

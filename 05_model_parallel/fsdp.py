@@ -200,10 +200,10 @@ def train(args):
         bar = tqdm(batches, title, steps, leave=False, disable=rank > 0 or None)  # one bar
         for step, micro_batches in enumerate(bar, start=1):
             torch.manual_seed(hash((args.seed, epoch, done["images"], rank)))  # MP-5: dropout
-            images_in_step = sum(len(batch[1]) for batch in micro_batches)  # labels
-            for number, (images, labels) in enumerate(micro_batches, start=1):
-                images = images.to(device, non_blocking=True)
-                labels = labels.to(device, non_blocking=True)
+            # batch[1] has the labels; in a batch of a tokenizer they are batch["labels"]
+            images_in_step = sum(len(batch[1]) for batch in micro_batches)
+            for number, batch in enumerate(micro_batches, start=1):
+                images, labels = [part.to(device, non_blocking=True) for part in batch]
                 model.set_requires_gradient_sync(number == len(micro_batches))  # once per step
                 loss = criterion(model(images).float(), labels)
                 (loss * (len(labels) / images_in_step)).backward()  # reduce-scatters the gradients
@@ -225,11 +225,11 @@ def train(args):
         loss = (total[0] / total[1]).item()  # waits for the GPU
         seconds = time.perf_counter() - start
         state.save()  # MP-5: evaluation may take long
-        accuracy = evaluate(model, test_loader, device)
-        if accuracy is None:
+        score = evaluate(model, test_loader, device)
+        if score is None:
             return stopped()
         if rank == 0:  # log on rank 0 only
-            print(f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
+            print(f"{title}  loss {loss:.4f}  accuracy {score:.4f}  {seconds:.1f} s  "
                   f"{total[1] / seconds:.0f} images/s", flush=True)
         done |= {"epoch": epoch + 1, "images": 0}
         state.save()

@@ -136,9 +136,9 @@ def train(args):
         dist.all_reduce(total)  # sum over all ranks
         loss = (total[0] / total[1]).item()  # waits for the GPU
         seconds = time.perf_counter() - start
-        accuracy = evaluate(net, test_loader, first, second)
+        score = evaluate(net, test_loader, first, second)
         if rank == 0:  # log on rank 0 only
-            print(f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
+            print(f"{title}  loss {loss:.4f}  accuracy {score:.4f}  {seconds:.1f} s  "
                   f"{total[1] / seconds:.0f} images/s", flush=True)
 
     # 6. Save

@@ -153,10 +153,10 @@ def train(args):
         bar = tqdm(batches, title, steps, leave=False, disable=rank > 0 or None)  # DDP-4: one bar
         for step, micro_batches in enumerate(bar, start=1):
             torch.manual_seed(hash((args.seed, epoch, done["images"], rank)))  # CKPT-4: dropout
-            images_in_step = sum(len(batch[1]) for batch in micro_batches)  # DDP-7: labels
-            for number, (images, labels) in enumerate(micro_batches, start=1):
-                images = images.to(device, non_blocking=True)
-                labels = labels.to(device, non_blocking=True)
+            # DDP-7: batch[1] has the labels; in a batch of a tokenizer they are batch["labels"]
+            images_in_step = sum(len(batch[1]) for batch in micro_batches)
+            for number, batch in enumerate(micro_batches, start=1):
+                images, labels = [part.to(device, non_blocking=True) for part in batch]
                 is_last = number == len(micro_batches)  # DDP-7: average the gradients once per step
                 with contextlib.nullcontext() if is_last else model.no_sync():
                     with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
@@ -180,14 +180,14 @@ def train(args):
         loss = (total[0] / total[1]).item()  # waits for the GPU
         seconds = time.perf_counter() - start
         save()  # CKPT-1: evaluation may take long
-        accuracy = evaluate(net, test_loader, device)
-        if accuracy is None:  # CKPT-5
+        score = evaluate(net, test_loader, device)
+        if score is None:  # CKPT-5
             return stopped()
         if rank == 0:  # DDP-4: log on rank 0 only
-            print(f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  {seconds:.1f} s  "
+            print(f"{title}  loss {loss:.4f}  accuracy {score:.4f}  {seconds:.1f} s  "
                   f"{total[1] / seconds:.0f} images/s", flush=True)
-        if done["best"] is None or accuracy > done["best"]:  # CKPT-1
-            done["best"] = accuracy
+        if done["best"] is None or score > done["best"]:  # CKPT-1
+            done["best"] = score
             if rank == 0:
                 save_file(net.state_dict(), args.best)
         done |= {"epoch": epoch + 1, "images": 0}

@@ -29,7 +29,7 @@ from helpers.ranks import run_ranks
 CUDA = ["--device", "cuda"]
 MNIST = Path(os.environ["MNIST_DIR"]).resolve() if "MNIST_DIR" in os.environ else None
 ATTENTION = "seen = nn.functional.scaled_dot_product_attention("
-TO_DEVICE = "images = images.to(device, non_blocking=True)"
+TO_DEVICE = "images, labels = [part.to(device, non_blocking=True) for part in batch]"
 
 
 def visible_gpus():
