@@ -23,7 +23,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
@@ -62,13 +61,16 @@ def parse_args():
     add("--shards", type=int, default=world_size, help="ranks that share one copy of the model")
     add("--save-every", type=int, default=100, help="steps per checkpoint")  # MP-5
     add("--checkpoint", type=Path, default="checkpoint", help="directory shared by all nodes")
+    add("--best", type=Path, default="best.pt", help="path of the weights of the best epoch")
     args = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with torchrun, as the first lines of this file show")
     if world_size % args.shards:  # MP-1
         parser.error(f"--shards {args.shards} does not divide the {world_size} processes")
     saves = os.environ["RANK"] == "0"  # only rank 0 saves the weights
-    for folder in (args.output.parent, args.checkpoint.parent):
+    if args.best.resolve() == args.output.resolve():  # MP-5
+        parser.error("--output and --best must be different files")
+    for folder in (args.output.parent, args.checkpoint.parent, args.best.parent):
         if saves and not (folder.is_dir() and os.access(folder, os.W_OK)):
             parser.error(f"{folder} is not a writable folder")
     return args
@@ -171,7 +173,7 @@ def train(args):
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.05)
     total_steps = args.epochs * math.ceil(len(train_set) / global_batch)  # MP-5
-    done = {"epoch": 1, "images": 0}  # MP-5: add your own numbers, equal ones on all ranks
+    done = {"epoch": 1, "images": 0, "best": None}  # MP-5: add your own numbers, equal on all ranks
 
     def steps_done():  # MP-5: as if this number of processes had taken all of them
         return total_steps * (done["epoch"] - 1 + done["images"] / len(train_set)) / args.epochs
@@ -199,9 +201,8 @@ def train(args):
         batches = in_steps(train_loader, args.accumulate)
         bar = tqdm(batches, title, steps, leave=False, disable=rank > 0 or None)  # one bar
         for step, micro_batches in enumerate(bar, start=1):
+            images_in_step = sum(len(batch[1]) for batch in micro_batches)  # or batch["labels"]
             torch.manual_seed(hash((args.seed, epoch, done["images"], rank)))  # MP-5: dropout
-            # batch[1] has the labels; in a batch of a tokenizer they are batch["labels"]
-            images_in_step = sum(len(batch[1]) for batch in micro_batches)
             for number, batch in enumerate(micro_batches, start=1):
                 images, labels = [part.to(device, non_blocking=True) for part in batch]
                 model.set_requires_gradient_sync(number == len(micro_batches))  # once per step
@@ -231,14 +232,14 @@ def train(args):
         if rank == 0:  # log on rank 0 only
             print(f"{title}  loss {loss:.4f}  accuracy {score:.4f}  {seconds:.1f} s  "
                   f"{total[1] / seconds:.0f} images/s", flush=True)
+        if done["best"] is None or score > done["best"]:  # MP-5
+            done["best"] = score
+            save_whole(model, args.best)  # all ranks, as each has a shard
         done |= {"epoch": epoch + 1, "images": 0}
         state.save()
 
     # 6. Save
-    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp_state.get_model_state_dict(model, options=options)  # MP-5: whole, on rank 0
-    if rank == 0:
-        torch.save(weights, args.output)
+    save_whole(model, args.output)
 
 
 @torch.no_grad()
@@ -279,7 +280,16 @@ class ByProgress(LambdaLR):  # MP-5
         self.step()
 
 
-class State(Stateful):  # MP-5
+def save_whole(model, path):  # MP-5
+    """Gather the weights in the memory of rank 0, which writes them; all ranks must call it."""
+    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp_state.get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        torch.save(weights, f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)  # a complete file at any moment
+
+
+class State:  # MP-5
     """What a resumed run needs. DCP writes each rank's shards, and loads them on any number."""
     def __init__(self, folder, model, optimizer, objects, done, run):
         self.folder, self.model, self.optimizer, self.objects = folder, model, optimizer, objects

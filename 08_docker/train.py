@@ -143,10 +143,9 @@ def train(args):
         batches = in_steps(train_loader, args.accumulate)
         bar = tqdm(batches, title, steps, leave=False, disable=rank > 0 or None)  # DDP-4: one bar
         for step, micro_batches in enumerate(bar, start=1):
+            images_in_step = sum(len(batch[1]) for batch in micro_batches)  # or batch["labels"]
             torch.manual_seed(hash((args.seed, epoch, done["images"], rank)))  # CKPT-4: dropout
-            # DDP-7: batch[1] has the labels; in a batch of a tokenizer they are batch["labels"]
-            images_in_step = sum(len(batch[1]) for batch in micro_batches)
-            for number, batch in enumerate(micro_batches, start=1):
+            for number, batch in enumerate(micro_batches, start=1):  # DDP-7
                 images, labels = [part.to(device, non_blocking=True) for part in batch]
                 is_last = number == len(micro_batches)  # DDP-7: average the gradients once per step
                 with contextlib.nullcontext() if is_last else model.no_sync():

@@ -1,5 +1,6 @@
 """05: four ways to split a model, each against the same training on one device."""
 
+import ast
 import re
 import shutil
 import signal
@@ -38,6 +39,8 @@ def test_trains_evaluates_and_saves(script, launched):
         parameters = 64 * 50 + 16 * 64 + 3 * block + 2 * 64 + 10 * 65
         shards = f"{parameters} parameters, bytes per rank: {[parameters * 4 // 2] * 2}"
         assert result.output.splitlines()[0] == shards
+        best = max(line["accuracy"] for line in result.epochs())
+        assert best == f"{transformer_accuracy(launched.place / 'best.pt'):.4f}"
     assert result.errors == "", result
 
 
@@ -180,6 +183,13 @@ def interrupted(project, folder, batch, *options, code=0):
     return result
 
 
+def place(line, before):
+    """The epoch and its images that are done, from a line of the log that begins with this."""
+    assert line.startswith(before), line
+    done = ast.literal_eval(re.search("{.*}", line)[0])
+    return done["epoch"], done["images"]
+
+
 def test_fsdp_resumes_bit_by_bit_from_the_newest_complete_checkpoint(transformer, tmp_path):
     """A half-written one costs the steps since the one before; a damaged one is an error.
 
@@ -187,8 +197,7 @@ def test_fsdp_resumes_bit_by_bit_from_the_newest_complete_checkpoint(transformer
     """
     options = ["--epochs", 2, "--lr", 0.05]
     result = interrupted(transformer, tmp_path, 21, *options)  # 17 in the first epoch
-    stopped = "stopped at {'epoch': 2, 'images': 240}; rerun the same command to resume"
-    assert result.output.splitlines()[-1] == stopped, result
+    assert place(result.output.splitlines()[-1], "stopped at ") == (2, 240), result
     saved = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
     assert saved == ["epoch-0002-image-000000000180", "epoch-0002-image-000000000240"]
     _, undisturbed = trained(transformer, "fsdp.py", 2, *SMALL, "--batch-size", 30, "--checkpoint",
@@ -208,21 +217,35 @@ def test_fsdp_resumes_bit_by_bit_from_the_newest_complete_checkpoint(transformer
             assert {path.name for path in run.iterdir()} == {*saved}
             continue
         assert result.code == 0, result
-        path = run / saved[images == 240]
-        done = {"epoch": 2, "images": images}
-        assert result.output.splitlines()[1] == f"resuming from {path} at {done}", result
+        line = result.output.splitlines()[1]
+        assert place(line, f"resuming from {run / saved[images == 240]} at ") == (2, images), result
         assert equal(transformer / "resumed.pt", undisturbed)
 
 
 def test_fsdp_stopped_in_an_evaluation_only_evaluates_again(transformer, tmp_path):
     """The 11th batch that a rank asks for is the first of the evaluation: 9, and no more."""
     result = interrupted(transformer, tmp_path, 11, "--epochs", 1)
-    done = {"epoch": 1, "images": 540}
-    assert result.output.endswith(f"stopped at {done}; rerun the same command to resume\n"), result
+    assert place(result.output.splitlines()[-1], "stopped at ") == (1, 540), result
     given = [*SMALL, "--epochs", 1, "--checkpoint", tmp_path / "checkpoint", "--data-dir", "common"]
     again = run_ranks("fsdp.py", 2, *given, cwd=transformer)
-    assert again.code == 0 and again.output.splitlines()[1].endswith(f" at {done}"), again
+    assert again.code == 0 and "'images': 540" in again.output.splitlines()[1], again
     assert [line["loss"] for line in again.epochs()] == ["nan"]
+
+
+def test_fsdp_keeps_the_whole_weights_of_the_best_epoch(transformer, tmp_path):
+    """Not rank 0's half, and not those of a later epoch, also after a resume."""
+    project = shutil.copytree(transformer, tmp_path / "project")
+    edit(project, "fsdp.py", ("score = evaluate(model, test_loader, device)",
+                              "score = evaluate(model, test_loader, device) and SCORES[epoch]"),
+         ("\nfaulthandler.", "\nSCORES = {1: 0.1, 2: 0.3, 3: 0.2}\nfaulthandler."),
+         ("        if score is None", "        save_whole(model, f'epoch-{epoch}.pt')\n"
+          "        if score is None"))
+    options = ["--epochs", 3, "--lr", 0.05]
+    assert "stopped" in interrupted(project, project, 38, *options).output  # in the third epoch
+    assert "resuming" in interrupted(project, project, 0, *options).output
+    assert equal(project / "best.pt", project / "epoch-2.pt")
+    assert equal(project / "mnist.pt", project / "epoch-3.pt")
+    assert distance(project / "best.pt", project / "mnist.pt") > 0
 
 
 def test_fsdp_resumes_on_any_number_of_ranks_with_each_image_once(transformer, whole, tmp_path):
