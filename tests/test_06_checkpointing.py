@@ -35,7 +35,7 @@ def test_two_ranks_train_and_a_rerun_has_nothing_to_do(launched, repository):
 
 
 # The labels are the larger of two sums. SLOW: an evaluation that does not end. SCORE: its result.
-# Each step's epoch, images done before and learning rate go to a file
+# Each step's epoch, images done before and learning rates go to a file
 OWN = """
 class Points(torch.utils.data.TensorDataset):
     def __init__(self, first, last):
@@ -53,7 +53,11 @@ def record(file, *values):
         print(*values, file=file)
 """
 STEP = "            optimizer.step()\n"
-RECORD = '            record(f"steps-{rank}", epoch, done["images"], scheduler.get_last_lr()[0])\n'
+RECORD = '            rates = [group["lr"] for group in optimizer.param_groups]\n'
+RECORD += '            record(f"steps-{rank}", epoch, done["images"], *rates)\n'
+SCHEDULE = "ByProgress(optimizer, lambda _: warmup_then_decay(steps_done(), total_steps))"
+LAYERS = ("(model.parameters(), lr,", "([{'params': net[:2].parameters(), 'lr': lr / 10}, "
+          "{'params': net[2:].parameters()}], lr,")
 EVALUATION = "    net.eval()\n"
 SCORE = "    return correct.sum().item() / len(correct)\n"
 SLOW = '    if "SLOW" in os.environ:\n        record("evaluating")\n        time.sleep(300)\n'
@@ -112,7 +116,8 @@ COUNT = """
 def test_a_copy_with_its_own_state_and_augmentation_resumes(project, tmp_path):
     """An EMA, a scheduler of torch and a number, each with the lines that a reader adds.
 
-    After loading, the first layer is in memory three times: weights, momentum and EMA.
+    The scheduler counts steps, so another number of processes is an error. After loading, the first
+    layer is in memory three times: weights, momentum and EMA.
     """
     own = shutil.copytree(project, tmp_path / "own")
     ema = "torch.optim.swa_utils.AveragedModel(net, multi_avg_fn="
@@ -120,13 +125,15 @@ def test_a_copy_with_its_own_state_and_augmentation_resumes(project, tmp_path):
     changes = [
         ("\n\n\ndef network", f"\n{AUGMENTATION}"),
         ("        train_sampler[:]", "        train_set.epoch = epoch\n        train_sampler[:]"),
-        ("ByProgress(optimizer, lambda _: warmup_then_decay(steps_done(), total_steps))",
-         f"torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)\n    ema = {ema}"),
+        LAYERS,
+        (SCHEDULE, "torch.optim.lr_scheduler.OneCycleLR(optimizer, [lr / 10, lr], total_steps)\n"
+                   f"    ema = {ema}"),
+        ('"lr": args.lr}', '"lr": args.lr, "batch": global_batch, "epochs": args.epochs}'),
         ('"scheduler": scheduler}', '"scheduler": scheduler, "ema": ema}'),
         ('"best": None}', '"best": None, "evaluations": 0}'),
         ("            scheduler.step()\n",
          "            scheduler.step()\n            ema.update_parameters(net)\n"),
-        ("        accuracy = eval", '        done["evaluations"] += 1\n        accuracy = eval'),
+        ("        score = eval", '        done["evaluations"] += 1\n        score = eval'),
         ("\n    def save():", f"{COUNT}\n    def save():"),
     ]
     edit(own, "train.py", *changes)
@@ -136,6 +143,8 @@ def test_a_copy_with_its_own_state_and_augmentation_resumes(project, tmp_path):
         folder.mkdir()
     output = train(own, 2, folders[0], *options, stop=40).output
     progress = re.fullmatch("stopped (at .*); rerun the same.*", output.splitlines()[-1])[1]
+    alone = train(own, 1, folders[0], *options, code=1)
+    assert re.search("ValueError: .* 'batch': 32, 'epochs': 4}, not .* 'batch': 16, ", alone.errors)
     rest = train(own, 2, folders[0], *options)
     assert rest.output.startswith(f"resuming from checkpoint.pt {progress}\n"), rest
     assert float(rest.epochs()[-1]["accuracy"]) > 0.9, rest
@@ -153,31 +162,88 @@ def test_a_copy_with_its_own_state_and_augmentation_resumes(project, tmp_path):
     assert (folders[0] / "copies").read_text().split() == ["2", "2", "3", "3"]
 
 
-def test_each_option_may_change_and_the_rate_follows_the_progress(project, tmp_path):
-    """A finished run is extended on one process, then resumed on three with other options."""
+# In the place of the package: as it does, with its formula
+TRANSFORMERS = """
+import functools, math, torch
+
+def factor(current_step, *, num_warmup_steps, num_training_steps):
+    if current_step < num_warmup_steps:
+        return current_step / max(1, num_warmup_steps)
+    progress = (current_step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+
+def get_cosine_schedule_with_warmup(optimizer, num_warmup_steps, num_training_steps):
+    given = {"num_warmup_steps": num_warmup_steps, "num_training_steps": num_training_steps}
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(factor, **given))
+"""
+COSINE = [
+    ("import torch\n", "import torch\nfrom transformers import get_cosine_schedule_with_warmup\n"),
+    (f"    scheduler = {SCHEDULE}\n", """    warmup = total_steps // 5
+    cosine = get_cosine_schedule_with_warmup(optimizer, warmup, total_steps).lr_lambdas[0]
+    scheduler = ByProgress(optimizer, lambda _: cosine(steps_done()))
+"""),
+]
+
+
+def linear_factor(step, total_steps):
+    return min((step + 1) / (0.4 * total_steps + 1), (1 - step / total_steps) / 0.6)
+
+
+def cosine_factor(step, total_steps):
+    warmup = total_steps // 5
+    decay = math.cos((step - warmup) / (total_steps - warmup) * math.pi) / 2 + 0.5
+    return step / warmup if step < warmup else decay
+
+
+@pytest.mark.parametrize(("changes", "factor"), [([], linear_factor), (COSINE, cosine_factor)],
+                         ids=["own", "transformers"])
+def test_each_option_may_change_and_the_rate_follows_the_progress(
+        changes, factor, project, tmp_path):
+    """Stopped on two processes, finished on one, extended, resumed on three with other options."""
+    own = shutil.copytree(project, tmp_path / "own")
+    (own / "transformers.py").write_text(TRANSFORMERS)
+    edit(own, "train.py", LAYERS, *changes)
     starts = [
-        ({"--epochs": 1, "--batch-size": 16}, 2, None, 0),
+        ({"--epochs": 1, "--batch-size": 16}, 2, 6, 0),
+        ({}, 1, None, 6 * 32),
         ({"--epochs": 2}, 1, 6, 800),
         ({"--epochs": 3, "--batch-size": 8, "--accumulate": 2}, 3, None, 800 + 6 * 16),
     ]
     options = {"--epochs": 1, "--batch-size": 64, "--lr": 0.6, "--accumulate": 1}
     steps = tmp_path / "steps-0"
-    for changes, ranks, stop, images in starts:
-        options |= changes
+    for changed, ranks, stop, images in starts:
+        options |= changed
         given = [word for option in options.items() for word in option]
-        train(project, ranks, tmp_path, *given, stop=stop)
+        train(own, ranks, tmp_path, *given, stop=stop)
         global_batch = options["--batch-size"] * options["--accumulate"] * ranks
         peak = options["--lr"] * (global_batch / 256) ** 0.5
         total_steps = options["--epochs"] * math.ceil(800 / global_batch)
         for line in steps.read_text().splitlines():
-            epoch, done, rate = map(float, line.split())
+            epoch, done, *rates = map(float, line.split())
             assert (epoch - 1) * 800 + done == images
-            step = total_steps * images / (800 * options["--epochs"])
-            factor = min((step + 1) / (0.4 * total_steps + 1), (1 - step / total_steps) / 0.6)
-            assert rate == pytest.approx(peak * factor, rel=1e-12)
+            rate = peak * factor(total_steps * images / (800 * options["--epochs"]), total_steps)
+            assert rates == pytest.approx([rate / 10, rate], rel=1e-12)
             images += min(global_batch, 800 - done)
         steps.unlink()
     assert images == 3 * 800
+
+
+def test_a_batch_may_be_a_dictionary(project, tmp_path):
+    """As it is, an error; with the labels that the comment names, no bit differs."""
+    own = shutil.copytree(project, tmp_path / "own")
+    item = "dict(zip(('images', 'labels'), super().__getitem__(index)))"
+    mapping = f"class Mapping(Points):\n    def __getitem__(self, index):\n        return {item}"
+    edit(own, "train.py", ("\n\n\ndef network", f"\n\n\n{mapping}\n\n\ndef network"),
+         ("Points(0, 800)", "Mapping(0, 800)"))
+    options = ["--batch-size", 24, "--accumulate", 3]  # the last step has two, one of them smaller
+    assert "KeyError: 1" in train(own, 2, own, *options, code=1).errors
+    labels = re.search(r'#.*(batch\["\w+"\])', (own / "train.py").read_text())[1]
+    edit(own, "train.py", ("len(batch[1])", f"len({labels})"),
+         ("for part in batch]", "for part in (batch['images'], batch['labels'])]"))
+    train(own, 2, own, *options)
+    train(project, 2, tmp_path, *options)
+    one, other = [torch.load(folder / "checkpoint.pt") for folder in (own, tmp_path)]
+    assert bits(one) == bits(other)
 
 
 @pytest.mark.parametrize("option", ["--lr", "--seed"])

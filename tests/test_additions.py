@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shutil
 import subprocess
 from collections import Counter
 
@@ -15,12 +16,26 @@ from helpers.ranks import run_ranks
 from helpers.scripts import load_script
 
 LOSS = "                loss = criterion(model(images), labels)\n"
+PAIRS = sorted(path.stem.removeprefix("add_") for path in COPIES.glob("add_*.patch"))
+PAIRS = list(itertools.combinations(PAIRS, 2))
+BY_HAND = ("early_stopping", "ema")  # the page names the weights that the best file saves
+EXCLUSIVE = ("stream", "weighted_sampling")  # a stream has no samples to choose from
+QUICK = ("global_batch", "stream")  # both are about the number of steps
 
 
-def added(folder, name, digits=20):
-    """A copy of 04 with this addition, and few digits, each nine times: 180 images to train."""
+def patched(file, *names):
+    """Write 04 with the hunks of these additions that fit, and return whether all of them do."""
+    shutil.copy(ROOT / "04_ddp_torchrun/train.py", file)
+    command = ["patch", "-s", "-F0", "-r", "-", file]
+    patches = [COPIES / f"add_{name}.patch" for name in names]
+    done = [subprocess.run([*command, patch], stdout=subprocess.DEVNULL) for patch in patches]
+    return all(each.returncode == 0 for each in done)
+
+
+def added(folder, *names, digits=20):
+    """A copy of 04 with these additions, and few digits, each nine times: 180 images to train."""
     project = copy_project(folder / "project", ROOT / "04_ddp_torchrun/train.py")
-    apply(project, f"add_{name}.patch")
+    assert patched(project / "train.py", *names) or names == BY_HAND, names
     fewer_digits(project, now=140, digits=digits)
     return project
 
@@ -47,28 +62,39 @@ def seen(result):
 
 
 def test_two_additions_fit_or_are_rejected(tmp_path):
-    """As by patch -F0: a second one must not end up in the wrong place."""
-    base = (ROOT / "04_ddp_torchrun/train.py").read_text()
-    (tmp_path / "base.py").write_text(base)
-    patches, fit = sorted(COPIES.glob("add_*.patch")), 0
+    """By patch -F0, in both orders as git merges them: no line ends up in the wrong place."""
+    for pair in PAIRS:
+        sides = [tmp_path / name for name in (pair[0], "base", pair[1])]
+        for side, names in zip(sides, (pair[:1], (), pair[1:]), strict=True):
+            assert patched(side, *names), names
+        merged = subprocess.run(["git", "merge-file", "-p", *sides], capture_output=True, text=True)
+        for order in (pair, pair[::-1]):
+            fits = patched(tmp_path / "both", *order)
+            assert fits == (pair not in (BY_HAND, EXCLUSIVE)), order
+            same = (tmp_path / "both").read_text() == merged.stdout
+            assert fits == (merged.returncode == 0) == same, order
 
-    def patched(patch, file, text):
-        (tmp_path / file).write_text(text)
-        command = ["patch", "-s", "-F0", "-r", "-", tmp_path / file, patch]
-        done = subprocess.run(command, capture_output=True, text=True)
-        return done.returncode == 0 and (tmp_path / file).read_text()
 
-    alone = {patch: patched(patch, f"{patch.stem}.py", base) for patch in patches}
-    assert all(alone.values())
-    for first, second in itertools.permutations(patches, 2):
-        both = patched(second, "both.py", alone[first])
-        if both:
-            files = [tmp_path / f"{name}.py" for name in (first.stem, "base", second.stem)]
-            command = ["git", "merge-file", "-p", *files]
-            merged = subprocess.run(command, capture_output=True, text=True)
-            assert (merged.returncode, merged.stdout) == (0, both), (first.stem, second.stem)
-            fit += 1
-    assert fit > len(patches)
+@pytest.mark.parametrize("pair", [
+    pytest.param(pair, marks=[] if pair == QUICK else pytest.mark.slow, id="-".join(pair))
+    for pair in PAIRS if pair != EXCLUSIVE
+])
+def test_two_additions_train(pair, tmp_path):
+    """No rate is negative, the loss falls, and the files have the accuracies that are printed."""
+    project = added(tmp_path, *pair)
+    (project / "wandb.py").write_text(WANDB)
+    if pair == BY_HAND:
+        best = "save({}.state_dict(), args.output.with_name"
+        edit(project, "train.py", ("score = evaluate(net", "score = evaluate(ema.module"),
+             (best.format("net"), best.format("ema.module")))
+    shown(project, "scheduler.get_last_lr()")
+    result = run(project, 2, "--epochs", 3)
+    assert min(rate for rates in seen(result).values() for rate in rates) >= 0, result
+    losses, scores = [[line[name] for line in result.epochs()] for name in ("loss", "accuracy")]
+    assert float(losses[0]) > float(losses[-1]), result
+    assert scores[-1] == f"{bare_accuracy(project / 'mnist.pt'):.4f}", result
+    if "early_stopping" in pair:
+        assert max(scores) == f"{bare_accuracy(project / 'best-mnist.pt'):.4f}", result
 
 
 def test_early_stopping_and_the_best_file(tmp_path):

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-EPOCHS = 30
+EPOCHS, SEED = 30, 0
 
 
 def spirals(count):
@@ -20,7 +20,7 @@ def spirals(count):
 
 def main():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     train_set, test_set = random_split(TensorDataset(*spirals(1500)), [1200, 300])
     train_loader = DataLoader(train_set, batch_size=64, shuffle=True)
     test_loader = DataLoader(test_set, batch_size=100)
@@ -34,6 +34,7 @@ def main():
         model.train()
         for points, labels in train_loader:
             points, labels = points.to(device), labels.to(device)
+            points = points + 0.01 * torch.randn_like(points)  # augmentation
             loss = criterion(model(points), labels)
             loss.backward()
             optimizer.step()
