@@ -1,0 +1,152 @@
+"""fsdp.py with a Llama-shaped model, by copies/05_fsdp_llama.patch: what one device computes."""
+
+import json
+import math
+import random
+import re
+import shutil
+import signal
+from collections import Counter
+
+import pytest
+import torch
+from helpers.checks import distance, equal
+from helpers.commands import WITNESS
+from helpers.paths import ROOT
+from helpers.projects import apply, copy_project, edit
+from helpers.ranks import run_ranks
+from helpers.scripts import load_script
+
+LINES, STEP = 144, 32  # to train: four steps and a half on two and on four ranks
+OPTIONS = ["--data-dir", ".", "--width", 32, "--depth", 2, "--lr", 1, "--save-every", 2]
+NOTE = """            with open("notes", "a") as file:
+                lines = [bytes(row[row > 0].tolist()).decode().strip()
+                         for each in micro_batches for row in each["tokens"]]
+                print(json.dumps([epoch, lines]), file=file)
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A copy in float64, without what would hide a wrong divisor, and a text of lines that differ.
+
+    That is AdamW and the clipping of gradients.
+    """
+    folder = tmp_path_factory.mktemp("llama") / "project"
+    project = copy_project(folder, ROOT / "05_model_parallel/fsdp.py")
+    apply(project, "05_fsdp_llama.patch")
+    clip = "            nn.utils.clip_grad_norm_("
+    edit(project, "fsdp.py", ('(batch["tokens"]).float()', '(batch["tokens"])'), ("AdamW(", "SGD("),
+         ("EMA_DECAY = 1.0, 0.99", "EMA_DECAY = 1e9, 0.8"), (clip, NOTE + clip),
+         ("    train(", "    torch.set_default_dtype(torch.float64)\n    train("))
+    words = "the a small large model step rank node trains reads keeps gradient of with".split()
+    numbers = random.Random(0)
+    lines = [f"{n} {' '.join(numbers.choices(words, k=numbers.randint(1, 8)))}" for n in range(175)]
+    (project / "train.txt").write_text("\n".join(lines[:LINES]))
+    (project / "test.txt").write_text("\n".join(lines[LINES:]))
+    return project
+
+
+def trained(project, nproc, *options, **settings):
+    """Train in this copy with steps of 32 lines; the result must be a success."""
+    batch = ["--batch-size", STEP // 2 // nproc, "--accumulate", 2]
+    result = run_ranks("fsdp.py", nproc, *OPTIONS, *batch, *options, cwd=project, **settings)
+    assert result.code == 0, result
+    return result
+
+
+@pytest.fixture(scope="module")
+def alone(project):
+    """The perplexities of two epochs; its last and best weights are files. Without FSDP."""
+    torch.set_default_dtype(torch.float64)
+    script = load_script(project / "fsdp.py")
+    model = script.Llama(32, 2)
+    torch.manual_seed(0)
+    model.apply(lambda module: [*module.parameters(False), *module.buffers(False)]
+                and module.reset_parameters())
+    groups = [{"params": [each for each in model.parameters() if each.ndim == ndim],
+               "weight_decay": decay} for ndim, decay in ((2, 0.1), (1, 0.0))]
+    peak, total_steps = (STEP / 256) ** 0.5, 2 * math.ceil(LINES / STEP)
+    optimizer = torch.optim.SGD(groups, peak)
+    average = {name: part.clone() for name, part in model.state_dict().items()}
+    train_set, test_set = [(project / name).read_text().splitlines()
+                           for name in ("train.txt", "test.txt")]
+
+    def mean_loss(lines):  # line by line, without padding
+        losses = []
+        for line in lines:
+            tokens = torch.tensor([10, *line.encode(), 10])
+            scores = model(tokens[None, :-1])[0]
+            losses.append(torch.nn.functional.cross_entropy(scores, tokens[1:], reduction="none"))
+        return torch.cat(losses).mean()
+
+    perplexities = []
+    for epoch in (1, 2):
+        order = torch.randperm(LINES, generator=torch.Generator().manual_seed(epoch)).tolist()
+        for first in range(0, LINES, STEP):
+            progress = (epoch - 1 + first / LINES) / 2
+            for group in optimizer.param_groups:
+                group["lr"] = peak * min((progress * total_steps + 1) / (0.4 * total_steps + 1),
+                                         (1 - progress) / 0.6)
+            mean_loss([train_set[n] for n in order[first : first + STEP]]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, part in model.state_dict().items():
+                average[name] = 0.8 * average[name] + 0.2 * part
+        last = {name: part.clone() for name, part in model.state_dict().items()}
+        model.load_state_dict(average)
+        with torch.no_grad():
+            perplexities.append(math.exp(mean_loss(test_set)))
+        model.load_state_dict(last)
+        if perplexities[-1] == min(perplexities):
+            torch.save(average, project / "alone-best.pt")
+    torch.save(last, project / "alone-last.pt")
+    torch.set_default_dtype(torch.float32)
+    return perplexities
+
+
+@pytest.mark.parametrize(("nproc", "options"), [(2, ["--recompute"]), (4, ["--shards", 2])])
+def test_it_takes_the_steps_of_one_device(nproc, options, project, alone, tmp_path):
+    """The mean is over the tokens of all ranks and micro-batches, also in the shorter last step."""
+    project = shutil.copytree(project, tmp_path / "project")
+    result = trained(project, nproc, "--epochs", 2, *options)
+    shown = re.findall(r"^epoch .*  perplexity (\S+) ", result.output, re.M)
+    assert shown == [f"{perplexity:.4f}" for perplexity in alone]
+    for name in ("last", "best"):  # with the names and shapes of the whole model
+        assert distance(project / f"{name}.pt", project / f"alone-{name}.pt") < 1e-12
+
+
+def test_it_resumes_on_any_number_of_ranks_with_each_line_once(project, alone, tmp_path):
+    """On two ranks bit by bit; stopped after three steps of the second epoch."""
+    project = shutil.copytree(project, tmp_path / "project")
+    settings = {"SIGNAL_AT_BATCH": f"1 {signal.SIGTERM:d} 19", "TORCHELASTIC_RUN_ID": "any"}
+    stopped = trained(project, 2, "--epochs", 2, **settings, **WITNESS)
+    assert "stopped at {'epoch': 2, 'images': 96, " in stopped.output, stopped
+    for nproc, options in ((1, []), (2, []), (4, ["--shards", 2])):
+        copy = shutil.copytree(project, tmp_path / str(nproc))
+        resumed = trained(copy, nproc, "--epochs", 2, *options)
+        assert resumed.output.splitlines()[1].startswith("resuming from checkpoint/epoch-0002-")
+        notes = [json.loads(line) for line in (copy / "notes").read_text().splitlines()]
+        for epoch in (1, 2):
+            lines = Counter(line for n, of_step in notes if n == epoch for line in of_step)
+            assert len(lines) == LINES and {*lines.values()} == {1}
+        for name in ("last", "best"):
+            assert distance(copy / f"{name}.pt", copy / f"alone-{name}.pt") < 1e-12
+    undisturbed = shutil.copytree(project, tmp_path / "undisturbed")
+    shutil.rmtree(undisturbed / "checkpoint")
+    trained(undisturbed, 2, "--epochs", 2)
+    assert all(equal(undisturbed / name, tmp_path / "2" / name) for name in ("last.pt", "best.pt"))
+
+
+def test_in_bfloat16_the_angles_stay_float32(project, tmp_path):
+    project = shutil.copytree(project, tmp_path / "project")
+    edit(project, "fsdp.py", ("torch.set_default_dtype(torch.float64)", "pass"),
+         ("        inputs = self.norm1(hidden)\n", "        inputs = self.norm1(hidden)\n"
+          "        DTYPES.add((hidden.dtype, angles.dtype, self.out.weight.dtype))\n"),
+         ("\nfaulthandler.", "\nDTYPES = set()\nfaulthandler."),
+         ("    ignore_stop", "    print('dtypes', *DTYPES, flush=True)\n    ignore_stop"))
+    result = trained(project, 2, "--amp", "--recompute")
+    dtypes = (torch.bfloat16, torch.float32, torch.bfloat16)
+    assert f"dtypes {dtypes}\n" in result.output, result
+    weights = torch.load(project / "last.pt", weights_only=True)
+    assert {part.dtype for part in weights.values()} == {torch.float32}
