@@ -62,8 +62,8 @@ def train(args):
     net = ConvNet().to(device, memory_format=torch.channels_last)
     model = net
     if device.type == "cuda" and torch.cuda.device_count() > 1:
-        if args.amp:  # DP-1: its threads would compute in float16, without a gradient scaler
-            raise ValueError("--amp needs one GPU (CUDA_VISIBLE_DEVICES=0) or DDP (04)")
+        if args.amp or args.compile:  # DP-1: float16 in its threads; compile is untested
+            raise ValueError("--amp and --compile need one GPU (CUDA_VISIBLE_DEVICES=0) or 04")
         model = nn.DataParallel(net)  # DP-1: split each batch among the GPUs
     if args.compile:
         model = torch.compile(model)

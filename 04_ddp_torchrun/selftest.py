@@ -61,7 +61,8 @@ def selftest(args):
     table = torch.arange(1.0, world_size**2 + 1).view(world_size, world_size)  # rank r has row r
 
     def join():
-        dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
+        # Longer than the timer of run_check(): NCCL would end the process without a reason
+        dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout + 30))
 
     def all_reduce_sum(device):
         mine = table[rank].to(device, copy=True)
@@ -118,7 +119,7 @@ def run_check(title, me, timeout, check, *arguments):
         os._exit(1)  # not sys.exit: a thread of the process group may be stuck
 
     # A plain timer, as NCCL's timeout does not cover the creation of its communicator.
-    timer = threading.Timer(timeout + 10, fail, [f"no answer within {timeout + 10} s"])
+    timer = threading.Timer(timeout, fail, [f"no answer within {timeout} s"])
     timer.start()
     try:
         answer = check(*arguments)
