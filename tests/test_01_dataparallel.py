@@ -3,16 +3,18 @@
 import os
 
 import pytest
+import torch
+from helpers.checks import EXACT, check_as_one_process, launch
 from helpers.paths import DIGITS, ROOT
 from helpers.scripts import load_script, parse, rejected
 
 SCRIPT = ROOT / "01_dataparallel/train.py"
 
 
-# One thread: two are slow where a core is busy
-@pytest.mark.launch("01_dataparallel", "--epochs", 3, OMP_NUM_THREADS="1")
-def test_trains_evaluates_and_saves(launched):
-    launched.check(ranks=1)
+def test_trains_evaluates_and_saves(exact, tmp_path):
+    options = [*EXACT, "--epochs", 2]
+    result = launch(exact, "01_dataparallel", *options, cwd=tmp_path, OMP_NUM_THREADS="1")
+    check_as_one_process(result, tmp_path, ranks=1, shuffle=True)
 
 
 @pytest.mark.parametrize(("folder", "writes", "does_not"), [
@@ -36,11 +38,28 @@ def test_who_saves_needs_the_folder_of_its_output(folder, writes, does_not, monk
         parse(monkeypatch, script, *missing, *options, **settings)
 
 
-def test_several_gpus_reject_amp(monkeypatch):
+class Split(torch.nn.Module):
+    """In place of DataParallel, which needs GPUs."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+
+@pytest.mark.parametrize(("gpus", "options"), [
+    (1, []), (2, []), (2, ["--amp"]), (2, ["--compile"]),
+])
+def test_several_gpus_share_a_batch_but_not_with_amp_or_compile(gpus, options, monkeypatch):
     """The threads of DataParallel would compute in float16."""
-    options = ["--amp", "--data-dir", DIGITS]
-    script, args = load_script(SCRIPT), parse(monkeypatch, SCRIPT, *options, gpus=2)
+    args = parse(monkeypatch, SCRIPT, *options, "--data-dir", DIGITS, gpus=gpus)
+    script = load_script(SCRIPT)
     assert args.device == "cuda"
     monkeypatch.setattr("torch.nn.Module.to", lambda self, *args, **kwargs: self)  # there is no GPU
-    with pytest.raises(ValueError, match="^--amp needs one GPU"):
+    monkeypatch.setattr("torch.nn.DataParallel", Split)
+    with pytest.raises(ValueError if options else (AssertionError, RuntimeError)) as stop:
         script.train(args)
+    if options:
+        assert str(stop.value).startswith("--amp and --compile need one GPU")
+    else:  # it stops at the first tensor on a GPU
+        (train,) = [entry for entry in stop.traceback if entry.name == "train"]
+        assert isinstance(train.locals["model"], Split) == (gpus > 1)

@@ -1,32 +1,36 @@
 """04: processes started by torchrun."""
 
-import fcntl
 import os
-import pty
 import re
-import shutil
 import signal
 import socket
-import struct
-import termios
+from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from helpers.checks import check_trained, distance
+from helpers.checks import EXACT, check_as_one_process, check_trained, distance, launch
 from helpers.commands import WITNESS, Running, processes, wait_for, wait_until
 from helpers.paths import ROOT
 from helpers.projects import copy_project, edit, fewer_digits, splittable, trained
 from helpers.ranks import run_ranks
-from helpers.scripts import load_script
+from helpers.scripts import load_script, rejected
 
 FOLDER = ROOT / "04_ddp_torchrun"
 DATA = ["--data-dir", "common"]
 
 
-@pytest.mark.launch("04_ddp_torchrun", "--epochs", 3)
-def test_both_ranks_train_evaluate_and_save(launched):
-    launched.check()
+def test_both_ranks_train_evaluate_and_save(exact, tmp_path):
+    options = [*EXACT, "--epochs", 2]
+    result = launch(exact, "04_ddp_torchrun", *options, cwd=tmp_path, NPROC="2")
+    check_as_one_process(result, tmp_path, ranks=2)
+
+
+@pytest.mark.parametrize("script", ["train.py", "selftest.py"])
+def test_needs_torchrun(script, monkeypatch, capsys):
+    error = rejected(monkeypatch, capsys, FOLDER / script)
+    assert error == "start it with torchrun, as the first lines of this file show"
 
 
 def test_a_copy_trains_three_ranks_with_a_remainder(tmp_path):
@@ -41,26 +45,11 @@ def test_a_copy_trains_three_ranks_with_a_remainder(tmp_path):
     check_trained(result, project, epochs=1, ranks=3, at_least=0)
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    project = splittable(tmp_path_factory.mktemp("project"))
+def test_two_ranks_take_the_steps_of_one_with_the_whole_batch(tmp_path):
+    project = splittable(tmp_path / "project")
     fewer_digits(project, now=140, digits=60)
-    return project
-
-
-def test_two_ranks_take_the_steps_of_one_with_the_whole_batch(project):
     one, two = [trained(project, nproc, "--batch-size", 192 // nproc) for nproc in (1, 2)]
     assert distance(one, two) < 1e-12
-
-
-def test_epochs_are_shuffled_differently(project):
-    line = "loss = criterion(model(images), labels)"
-    shutil.copy(project / "train.py", project / "show.py")
-    edit(project, "show.py", (line, f"print('labels', *labels.tolist(), flush=True); {line}"))
-    options = [*DATA, "--epochs", 2, "--batch-size", 10**6]  # one step per epoch
-    result = run_ranks("show.py", 1, *options, cwd=project)
-    first, second = re.findall("^labels (.*)", result.output, re.M)
-    assert first != second and sorted(first) == sorted(second)
 
 
 # What people change in a copy: groups with own rates, a frozen layer, tensors kept by evaluate
@@ -86,36 +75,14 @@ def test_the_loop_leaves_rates_frozen_layers_and_kept_tensors_alone(tmp_path):
     assert result.code == 0, result
     rates = re.findall("^rates (.*)", result.output, re.M)
     rates = torch.tensor([list(map(float, line.split())) for line in rates])
-    steps, peak = 2 * 10, 0.6 * (128 / 256) ** 0.5
-    groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (peak / 10, peak)]
-    optimizer = torch.optim.SGD(groups)
-    factor = load_script(FOLDER / "train.py").warmup_then_decay
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step, steps))
-    expected = []
-    for _ in range(steps):
-        expected.append(scheduler.get_last_lr())
-        optimizer.step()
-        scheduler.step()
+    peak = 0.6 * (128 / 256) ** 0.5
+    factors = [n / 9 for n in range(1, 10)] + [n / 12 for n in range(11, 0, -1)]  # up for 8 steps
+    expected = [[peak / 10 * factor, peak * factor] for factor in factors]
     torch.testing.assert_close(rates, torch.tensor(expected))
-    assert rates[:, 1].max() > 0.9 * peak
     assert len(set(re.findall("^random (.*)", result.output, re.M))) == 2  # as dropout draws
     weights = torch.load(project / "mnist.pt", weights_only=True)
     assert not weights["layer1.1.running_mean"].any()  # frozen from the first epoch on
     assert weights["layer2.1.running_mean"].all()
-
-
-def test_one_progress_bar_on_a_terminal(project):
-    terminal, end = pty.openpty()
-    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 100, 0, 0))
-    options = [*DATA, "--epochs", 1]
-    result = run_ranks("train.py", 2, *options, cwd=project, errors=Path(os.ttyname(end)))
-    assert result.code == 0, result
-    os.set_blocking(terminal, False)
-    seen = os.read(terminal, 65536)
-    os.close(end)
-    os.close(terminal)
-    assert seen.count(b"epoch 1/1:   0%|") == 1, seen
-    assert re.search(rb"\| 0/5 \[00:00<\?, \?it/s\]", seen), seen
 
 
 def test_sigusr1_prints_where_every_rank_is(tmp_path):
@@ -135,7 +102,7 @@ def test_sigusr1_prints_where_every_rank_is(tmp_path):
                 frames = re.findall(r'train\.py", line \d+ in (\w+)', job.printed()[1])
                 return all(frames.count(name) >= number for name in ("train", "main"))
 
-            wait_until(has_printed, job, limit=60)
+            wait_until(has_printed, job)
         seen = job.printed()[0].count("epoch ")
         wait_for("epoch ", job, times=seen + 2)
     finally:
@@ -148,8 +115,7 @@ def test_selftest_passes(tmp_path):
     lines = result.output.splitlines()
     for rank in range(2):
         assert len([line for line in lines if line.startswith(f"rank {rank} on ")]) == 1, result
-    speeds = [line for line in lines if line.startswith("all_reduce ") and "GB/s" in line]
-    assert len(speeds) == 3, result
+    assert len([line for line in lines if line.startswith("all_reduce ")]) == 3, result
     assert lines[-1] == f"OK: all checks passed on 2 ranks on {socket.gethostname()}"
 
 
@@ -159,8 +125,49 @@ def test_selftest_passes(tmp_path):
 ])
 def test_selftest_names_the_rank_and_the_check_that_failed(settings, check, error, tmp_path):
     settings = {"WITNESS": os.devnull, **WITNESS, **settings}
-    result = run_ranks(FOLDER / "selftest.py", 2, "--timeout", 5, cwd=tmp_path, **settings)
+    result = run_ranks(FOLDER / "selftest.py", 2, cwd=tmp_path, **settings)
     assert result.code == 1, result
     failed = [line for line in result.output.splitlines() if line.startswith("FAILED: ")]
     assert all(line.startswith(f"FAILED: {check}: rank ") for line in failed), result
     assert f"FAILED: {check}: rank 1 on {socket.gethostname()}: {error}" in result.output, result
+
+
+@pytest.fixture
+def selftest(monkeypatch):
+    """selftest.py, in which a check that fails raises the exit code."""
+    monkeypatch.setattr("os._exit", mock.Mock(side_effect=SystemExit))
+    monkeypatch.setattr("threading.Timer", mock.Mock())
+    return load_script(FOLDER / "selftest.py")
+
+
+@pytest.mark.parametrize(("result", "reason"), [
+    (1.5, "wrong by 0.5"), (0.5, "wrong by 0.5"), (float("nan"), "wrong by nan"),
+])
+def test_selftest_notices_a_wrong_number(result, reason, selftest, capsys):
+    with pytest.raises(SystemExit):
+        selftest.run_check("sum", "rank 1", 60, lambda: (torch.tensor(result), torch.ones(1)))
+    assert capsys.readouterr().out == f"FAILED: sum: rank 1: {reason}\n"
+    selftest.os._exit.assert_called_once_with(1)
+
+
+def test_selftest_reports_a_hang_before_the_process_group_ends_it(selftest, monkeypatch):
+    monkeypatch.setattr("torch.distributed.init_process_group", mock.Mock(side_effect=SystemExit))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(SystemExit):
+        selftest.selftest(mock.Mock(device="cpu", timeout=60))
+    (seconds, _, _), _ = selftest.threading.Timer.call_args
+    selftest.threading.Timer().start.assert_called_once_with()
+    limit = selftest.dist.init_process_group.call_args.kwargs["timeout"]
+    assert timedelta(seconds=60) <= timedelta(seconds=seconds) < limit
+
+
+def test_selftest_reports_the_bus_bandwidth(selftest, monkeypatch, capsys):
+    """As nccl-tests define it: 4 ranks, half a second for each all_reduce."""
+    times = iter(0.5 * n for n in range(100))
+    monkeypatch.setattr(selftest, "dist", mock.Mock())
+    monkeypatch.setattr(selftest, "time", mock.Mock(perf_counter=lambda: next(times)))
+    selftest.report_bandwidth(0, 4, torch.device("cpu"))
+    assert "64 MiB    500.00 ms     0.20 GB/s\n" in capsys.readouterr().out
+    selftest.report_bandwidth(1, 4, torch.device("cpu"))
+    assert capsys.readouterr().out == ""

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from helpers.checks import check_trained
+from helpers.checks import check_trained, launch
 from helpers.commands import WITNESS, fake_tools, free_port, run
 from helpers.paths import DIGITS, ROOT
 from helpers.ranks import exit_codes, run_rank, run_ranks, start
@@ -23,95 +23,81 @@ SRUN = """
 while case $1 in --*) ;; *) false ;; esac; do shift; done
 exec "$@"
 """
-
-
-def fake_slurm(folder, **tools):
-    """A PATH with tools that look like Slurm's, and run a job's processes on this machine."""
-    return fake_tools(folder / "fake", **{"scontrol": SCONTROL, "srun": SRUN, **tools})
-
-
-def record(state="RUNNING", requeue=1, batch=1):
-    return f"JobId=7 JobState={state} Requeue={requeue} Restarts=0 BatchFlag={batch} Reboot=0\n"
-
-
-def submitted(folder):
-    """Fake tools for a job that was submitted from a folder, which has a repository's 07_slurm."""
-    (folder / "record").write_text(record())
-    (folder / "07_slurm").symlink_to((folder / "data").resolve().parent / "07_slurm")
-    return fake_slurm(folder)
-
-
 JOB = str(os.getpid())  # the job's port depends on it
 NODE = {"SLURM_JOB_ID": JOB, "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "h0", "NPROC": "2"}
 NODE |= {"SLURM_CPUS_PER_TASK": "2"}
 STOP = {"SIGNAL_AT_BATCH": f"1 {signal.SIGTERM:d} 3"}  # to rank 1 alone
 
 
-# The witness writes to the file THREADS when a rank exits
-@pytest.mark.launch("07_slurm", "--epochs", 3, tools=submitted, THREADS="ended", **NODE, **STOP)
-def test_a_stopped_job_is_requeued_resumes_and_saves(launched, repository):
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """Run in a folder with a fake scontrol on the PATH, and restore the signals' handlers."""
+    monkeypatch.chdir(tmp_path)
+    Path("record").write_text(record())
+    quick = SCONTROL.replace("sleep 2", ":")
+    monkeypatch.setenv("PATH", fake_tools(tmp_path / "fake", scontrol=quick))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    stop_signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in stop_signals]
+    yield
+    for number, handler in zip(stop_signals, handlers, strict=True):
+        signal.signal(number, handler)
+
+
+def record(state="RUNNING", requeue=1, batch=1):
+    return f"JobId=7 JobState={state} Requeue={requeue} Restarts=0 BatchFlag={batch} Reboot=0\n"
+
+
+def test_a_stopped_job_is_requeued_resumes_and_saves(repository, tmp_path):
     """It is requeued before any of its processes ends. The slow tests run it on a real Slurm."""
-    stopped = launched.finish()
+    (tmp_path / "record").write_text(record())
+    (tmp_path / "07_slurm").symlink_to(repository / "07_slurm")  # sbatch runs a copy of run.sh
+    path = fake_tools(tmp_path / "fake", scontrol=SCONTROL, srun=SRUN)
+    settings = {"PATH": path, "THREADS": "ended", **NODE, **STOP}  # a rank writes it as it exits
+    stopped = launch(repository, "07_slurm", "--epochs", 2, cwd=tmp_path, **settings)
     progress = f"at {dict(epoch=1, images=384, best=None)}"
     output = f"stopped {progress}; rerun the same command to resume\nrequeueing job {JOB}\n"
     assert (stopped.code, stopped.output) == (0, output), stopped
-    place = launched.place
-    assert (place / "calls").read_text() == f"scontrol requeue {JOB}\n"
-    assert (place / "ended").read_text().count("\n") == 2
-    again = run_ranks(repository / "07_slurm/train.py", 2, "--epochs", 3, cwd=place)
+    assert (tmp_path / "calls").read_text() == f"scontrol requeue {JOB}\n"
+    assert (tmp_path / "ended").read_text().count("\n") == 2
+    again = run_ranks(repository / "07_slurm/train.py", 2, "--epochs", 2, cwd=tmp_path)
     assert again.output.startswith(f"resuming from checkpoint.pt {progress}\n"), again
-    check_trained(again, place, ranks=1)  # the witness did not see the part before the stop
-
-
-def stopped_tasks(folder, **settings):
-    """Two tasks of `srun python`, stopped in their third step: exit codes, output and errors."""
-    files = [folder / "output", folder / "errors"]
-    settings |= {"SLURM_JOB_ID": "7", "SLURM_NTASKS": 2, "MASTER_ADDR": "127.0.0.1", **WITNESS}
-    settings |= {"MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "any", **STOP}
-    tasks = [settings | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in range(2)]
-    given = [(FOLDER / "train.py", ["--data-dir", DIGITS], folder, task, files) for task in tasks]
-    return exit_codes(start(run_rank, given)), *[file.read_text() for file in files]
-
-
-def test_without_scontrol_a_stopped_job_saves(tmp_path):
-    """As in a container."""
-    codes, output, errors = stopped_tasks(tmp_path, PATH=str(tmp_path))
-    progress = f"at {dict(epoch=1, images=384, best=None)}"
-    assert output == f"stopped {progress}; rerun the same command to resume\n", errors
-    assert codes == [0, 0] and (tmp_path / "checkpoint.pt").exists(), errors
+    check_trained(again, tmp_path, epochs=2, ranks=1)  # the witness saw another part
 
 
 def test_a_stopped_job_whose_save_failed_is_not_requeued(tmp_path):
+    """Two tasks of `srun python`, stopped in their third step."""
     (tmp_path / "record").write_text(record())
     (tmp_path / "checkpoint.pt.tmp").mkdir()  # nothing can be written to it
-    codes, output, errors = stopped_tasks(tmp_path, PATH=fake_slurm(tmp_path))
+    settings = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": 2, "MASTER_ADDR": "127.0.0.1", **WITNESS}
+    settings |= {"MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "any", **STOP}
+    settings["PATH"] = fake_tools(tmp_path / "fake", scontrol=SCONTROL)
+    tasks = [settings | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in range(2)]
+    files = [tmp_path / "output", tmp_path / "errors"]
+    given = [(FOLDER / "train.py", ["--data-dir", DIGITS], tmp_path, task, files) for task in tasks]
+    codes = exit_codes(start(run_rank, given))
+    output, errors = [file.read_text() for file in files]
     assert codes == [1, 1], errors
     assert "IsADirectoryError: [Errno 21] Is a directory: " in errors, errors
     assert output == "" and not (tmp_path / "calls").exists(), output
 
 
 def test_the_launch_on_two_nodes(tmp_path):
-    """One torchrun per node, with the address and the port of the first."""
-    environment = "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-    path = fake_slurm(tmp_path, srun=f'echo "{environment} $*"')
+    """One torchrun per node, with the address and the port of the first.
+
+    And run.sh waits while the processes save after a signal, which reaches it as well.
+    """
+    srun = 'kill -TERM $PPID; sleep 0.1; echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT $*"'
+    path = fake_tools(tmp_path / "fake", scontrol=SCONTROL, srun=srun)
     job = NODE | {"SLURM_JOB_ID": "20007", "SLURM_JOB_NUM_NODES": "2", "NPROC": ""}
     result = run(["bash", FOLDER / "run.sh", "--amp"], tmp_path, PATH=path, **job)
     assert result.code == 0, result
-    launch = "110 --kill-on-bad-exit=1 --cpus-per-task=2 torchrun --nnodes=2 --nproc-per-node=gpu "
-    launch += "--rdzv-backend=c10d --rdzv-id=20007 --rdzv-endpoint=127.0.0.1:10007"
-    assert result.output == f"{launch} 07_slurm/train.py --amp\n", result
-
-
-@pytest.fixture
-def scontrol(tmp_path, monkeypatch):
-    """Run requeue_job() in a folder with a fake scontrol, and restore the signals' handlers."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", fake_slurm(tmp_path, scontrol=SCONTROL.replace("sleep 2", ":")))
-    stop_signals = (signal.SIGTERM, signal.SIGINT)
-    handlers = [signal.getsignal(number) for number in stop_signals]
-    yield
-    for number, handler in zip(stop_signals, handlers, strict=True):
-        signal.signal(number, handler)
+    words = "110 --kill-on-bad-exit=1 --cpus-per-task=2 torchrun --nnodes=2 --nproc-per-node=gpu "
+    words += "--rdzv-backend=c10d --rdzv-id=20007 --rdzv-endpoint=127.0.0.1:10007"
+    assert result.output == f"{words} 07_slurm/train.py --amp\n", result
+    options = set((FOLDER / "run.sh").read_text().split("\nset -eu\n")[0].splitlines())
+    assert {"#SBATCH --requeue", "#SBATCH --open-mode=append"} <= options
+    assert any(line.startswith("#SBATCH --signal=TERM@120 ") for line in options)
 
 
 @pytest.mark.parametrize(("fields", "requeued"), [
@@ -122,11 +108,18 @@ def scontrol(tmp_path, monkeypatch):
     ({"state": "CANCELLED"}, False),
     ({"state": "COMPLETING"}, False),  # Slurm ends it, and may requeue it itself
 ])
-def test_which_jobs_are_requeued(fields, requeued, scontrol, monkeypatch):
+def test_which_jobs_are_requeued(fields, requeued, scontrol):
     Path("record").write_text(record(**fields))
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
     load_script(FOLDER / "train.py").requeue_job()
     assert os.path.exists("calls") == requeued
+
+
+@pytest.mark.parametrize(("name", "value"), [("SLURM_JOB_ID", ""), ("PATH", "/nowhere")],
+                         ids=["no job", "no scontrol, as in a container"])
+def test_without_slurm_nothing_is_requeued(name, value, scontrol, monkeypatch):
+    monkeypatch.setenv(name, value)
+    load_script(FOLDER / "train.py").requeue_job()
+    assert not os.path.exists("calls")
 
 
 FAILS_ONCE = """
@@ -145,11 +138,8 @@ fi
 def test_a_controller_that_does_not_answer_is_asked_again(
     failure, reason, scontrol, monkeypatch, capfd
 ):
-    Path("record").write_text(record())
-    tools = fake_tools(Path("failing").resolve(), scontrol=FAILS_ONCE.format(failure)
-                       + SCONTROL.replace("sleep 2", ":"))
-    monkeypatch.setenv("PATH", tools)
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    tool = Path("fake/scontrol")
+    tool.write_text(tool.read_text().replace("\n", f"\n{FAILS_ONCE.format(failure)}", 1))
     script = load_script(FOLDER / "train.py")
     real_run = script.subprocess.run
     monkeypatch.setattr(script.subprocess, "run",
@@ -159,13 +149,6 @@ def test_a_controller_that_does_not_answer_is_asked_again(
     assert Path("calls").read_text() == "scontrol requeue 7\n"
     log = capfd.readouterr()
     assert reason in log.out and "Unable to contact slurm controller" in log.err
-
-
-def test_without_slurm_nothing_is_requeued(scontrol, monkeypatch):
-    Path("record").write_text(record())
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    load_script(FOLDER / "train.py").requeue_job()
-    assert not os.path.exists("calls")
 
 
 @pytest.mark.parametrize(

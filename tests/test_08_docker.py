@@ -3,13 +3,13 @@
 import json
 import re
 
-import pytest
+from helpers.checks import check_trained, launch
 from helpers.commands import bare_tools, fake_tools, run
 from helpers.paths import ROOT
 
 FOLDER = ROOT / "08_docker"
 DOCKER = """
-printf '%s\\n' "$*" >> "${0%/*}/calls"
+printf '%s\\n' "$*" >> calls
 if [ "$1" = build ]; then exit; fi
 while [ "$1" != mnist-ddp ]; do shift; done
 shift
@@ -20,11 +20,7 @@ for word in "$@"; do
 done
 exec "$@"
 """
-
-
-def fake_docker(folder):
-    """A PATH with a fake docker, which writes the commands that it receives to a file."""
-    return fake_tools(folder / "fake", docker=DOCKER)
+ENGINE = "run --rm --init --stop-timeout=120 --shm-size=1g"
 
 
 def docker_run(folder, *options, tools=(), **settings):
@@ -34,36 +30,45 @@ def docker_run(folder, *options, tools=(), **settings):
     result = run(["bash", FOLDER / "run.sh", *options], folder, PATH=path, **settings)
     assert result.code == 0, result
     build, start = result.output.splitlines()
-    assert build.startswith("build --tag mnist-ddp --file ")
+    assert build == f"build --tag mnist-ddp --file {FOLDER}/Dockerfile {FOLDER}/.."
     return start.split(" mnist-ddp ")
 
 
-@pytest.mark.launch("08_docker", "--epochs", 3, tools=fake_docker, NPROC="2")
-def test_both_ranks_train_evaluate_and_save(launched):
-    launched.check()
-    build, train = (launched.place / "fake/calls").read_text().splitlines()
-    here = launched.repository / "08_docker"
-    assert build == f"build --tag mnist-ddp --file {here}/Dockerfile {here}/.."
-    assert train.endswith(" --max-restarts=3 /app/train.py --epochs 3")
+def test_both_ranks_train_evaluate_and_save(repository, tmp_path):
+    path = fake_tools(tmp_path / "fake", docker=DOCKER)
+    result = launch(repository, "08_docker", "--epochs", 2, cwd=tmp_path, PATH=path, NPROC="2")
+    check_trained(result, tmp_path, epochs=2)
+    assert (tmp_path / "calls").read_text().endswith(" /app/train.py --epochs 2\n")
 
 
 def test_gpus_and_two_machines(tmp_path):
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
     options, command = docker_run(tmp_path, "--amp", tools=["nvidia-smi"], **nodes)
-    assert {"--gpus=all", "--network=host", "GLOO_SOCKET_IFNAME"} <= set(options.split())
-    assert f"--user 7:7 --volume {tmp_path}:/work" in options
-    words = {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--nproc-per-node=gpu"}
-    assert words <= set(command.split()) and command.endswith(" /app/train.py --amp")
-    options, command = docker_run(tmp_path / "none of them")
-    assert not re.search("--gpus|--network", options)
-    assert "--nproc-per-node=2" in command and command.endswith(" /app/train.py")
+    volume = f"--user 7:7 --volume {tmp_path}:/work"
+    network = "--env GLOO_SOCKET_IFNAME --env NCCL_SOCKET_IFNAME --network=host"
+    assert options == f"{ENGINE} --gpus=all --env OMP_NUM_THREADS {network} {volume}"
+    assert command == ("torchrun --nnodes=2 --node-rank=1 --nproc-per-node=gpu "
+                       "--master-addr=10.0.0.1 --master-port=29500 /app/train.py --amp")
+    folder = tmp_path / "one machine"
+    options, _ = docker_run(folder, tools=["nvidia-smi"])
+    assert options.startswith(f"{ENGINE} --gpus=all --env OMP_NUM_THREADS --user 7:7 ")
+    options, _ = docker_run(folder / "without GPUs")
+    assert options.startswith(f"{ENGINE} --env OMP_NUM_THREADS --user 7:7 --volume {folder}")
 
 
 def test_the_dockerfile_and_compose_run_the_same_torchrun(tmp_path):
+    """With the same time to save after a signal, which process 1 forwards."""
     text = (FOLDER / "Dockerfile").read_text().replace("\\\n", "")
     (words,) = re.findall(r"^CMD (.*)", text, re.M)
     assert " ".join(json.loads(words)) == docker_run(tmp_path)[1]
-    shown = re.findall(r"command: >-\n((?: {6}.*\n)+)", (FOLDER / "compose.yaml").read_text())
+    (variables,) = re.findall(r"^ENV (.*)", text, re.M)
+    assert {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110",
+            "HOME=/tmp", "USER=trainer"} == set(variables.split())
+    text = (FOLDER / "compose.yaml").read_text()
+    lines = {line.split("  #")[0].strip() for line in text.splitlines()}
+    assert {"init: true", "stop_grace_period: 120s", "shm_size: 1gb", "- ${PWD}:/work",
+            "user: ${USER_ID:-1000}:${GROUP_ID:-1000}"} <= lines
+    shown = re.findall(r"command: >-\n((?: {6}.*\n)+)", text)
     for rank in (0, 1):
         settings = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "node0", "NODE_RANK": str(rank)}
         _, command = docker_run(tmp_path / str(rank), **settings)

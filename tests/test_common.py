@@ -1,19 +1,25 @@
 """common/: the network, the data and the gather helpers."""
 
+import functools
+import gzip
+import hashlib
+import http.server
 import shutil
 import socket
+import struct
 import sys
+import threading
 
-import mnist_mirror
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.checks import bare_accuracy
 from helpers.paths import DIGITS, ROOT
 from helpers.ranks import exit_codes, start
-from helpers.scripts import load_script
+from helpers.scripts import declare_torchvision_operators, load_script
 from torch.utils.data import DataLoader, DistributedSampler
 
+from common import data
 from common.data import load_mnist
 from common.gather import all_gather, all_gather_ragged, gather_in_order
 from common.model import ConvNet
@@ -35,7 +41,17 @@ def test_no_test_image_is_in_the_training_set():
 
 @pytest.fixture
 def files(tmp_path):
-    mnist_mirror.make_files(tmp_path / "files")
+    """A folder with MNIST's four files, plain and compressed: 100 training and 23 test images."""
+    (tmp_path / "files").mkdir()
+    generator = torch.Generator().manual_seed(0)
+    for part, count in (("train", 100), ("t10k", 23)):
+        pixels = torch.randint(0, 256, (count, 28, 28), generator=generator, dtype=torch.uint8)
+        images = struct.pack(">IIII", 2051, count, 28, 28) + pixels.numpy().tobytes()
+        labels = struct.pack(">II", 2049, count) + bytes(index % 10 for index in range(count))
+        for kind, content in (("images-idx3", images), ("labels-idx1", labels)):
+            path = tmp_path / f"files/{part}-{kind}-ubyte"
+            path.write_bytes(content)
+            path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(content))
     return tmp_path / "files"
 
 
@@ -44,14 +60,34 @@ def root(tmp_path):
     return tmp_path / "the data"
 
 
-def test_mnist_is_downloaded_and_loaded(files, root, monkeypatch, capsys):
+@pytest.fixture
+def url(files):
+    """A server that stands in for MNIST's host."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=files)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+        server.shutdown()
+
+
+def use_files(monkeypatch, folder, url):
+    """Let common.data and torchvision take the files of a folder for MNIST, from this host."""
+    sizes = {name: (folder / name).stat().st_size for name in data.BYTES}
+    monkeypatch.setattr(data, "BYTES", sizes)
+    files = [folder / f"{name}.gz" for name in data.BYTES]
+    compressed = [(file.name, hashlib.md5(file.read_bytes()).hexdigest()) for file in files]
+    declare_torchvision_operators()
+    monkeypatch.setattr("torchvision.datasets.MNIST.resources", compressed)
+    monkeypatch.setattr("torchvision.datasets.MNIST.mirrors", [url])
+
+
+def test_mnist_is_downloaded_and_loaded(files, url, root, monkeypatch, capsys):
     """Also where a file is there, but incomplete."""
     raw = root / "MNIST/raw"
     shutil.copytree(files, raw, ignore=shutil.ignore_patterns("*.gz"))
     (raw / "t10k-labels-idx1-ubyte").write_bytes(b"1234")
-    with mnist_mirror.serve(files) as url:
-        mnist_mirror.use_files(monkeypatch, files, url)
-        load_mnist(root)
+    use_files(monkeypatch, files, url)
+    load_mnist(root)
     monkeypatch.setitem(sys.modules, "torchvision.datasets", None)  # only the download needs it
     train_set, test_set = load_mnist(root)
     assert (len(train_set), len(test_set)) == (100, 23)
@@ -67,14 +103,13 @@ def test_mnist_is_downloaded_and_loaded(files, root, monkeypatch, capsys):
 
 
 def load_once(rank, files, root, url):
-    mnist_mirror.use_files(pytest.MonkeyPatch(), files, url)
+    use_files(pytest.MonkeyPatch(), files, url)
     assert len(load_mnist(root)[0]) == 100
 
 
-def test_processes_that_start_together_all_get_mnist(files, root):
+def test_processes_that_start_together_all_get_mnist(files, url, root):
     """Several jobs, or nodes that share a disk: none of them may read an incomplete file."""
-    with mnist_mirror.serve(files) as url:
-        in_processes(load_once, 4, files, root, url)
+    in_processes(load_once, 4, files, root, url)
 
 
 def check_fallback(sets, output, root):
@@ -86,14 +121,14 @@ def check_fallback(sets, output, root):
 
 
 def test_without_a_network_it_trains_on_the_digits(files, root, monkeypatch, capsys):
-    mnist_mirror.use_files(monkeypatch, files, REFUSES)
+    use_files(monkeypatch, files, REFUSES)
     check_fallback(load_mnist(root), capsys.readouterr().out, root)
 
 
 def load_on_two_nodes(rank, files, roots):
     """Two nodes, of which only the second has no MNIST."""
     patch = pytest.MonkeyPatch()
-    mnist_mirror.use_files(patch, files, REFUSES)
+    use_files(patch, files, REFUSES)
     patch.setenv("LOCAL_RANK", "0")
     printed = []
     patch.setattr("builtins.print", lambda line, **kwargs: printed.append(line))

@@ -1,6 +1,5 @@
 """Commands and programs in the READMEs run, and print what is shown."""
 
-import json
 import re
 import shlex
 import sys
@@ -11,7 +10,7 @@ from helpers.commands import Running, free_port, run
 from helpers.paths import ROOT, label
 from helpers.projects import copy_repository, edit
 from helpers.ranks import run_ranks
-from helpers.readmes import MAIN, READMES, blocks, commands, sections
+from helpers.readmes import COPIED, READMES, blocks, commands, sections
 from helpers.scripts import parse
 from torch.distributed.run import get_args_parser
 
@@ -39,11 +38,15 @@ def test_the_score_of_a_regression():
         assert scores[0].tolist() == [0, 4, 9]
 
 
-def test_the_smallest_form_of_02(tmp_path):
-    (program,) = blocks(sections(ROOT / "02_ddp_spawn/README.md")["The smallest form"], "python")
-    (shown,) = blocks(sections(ROOT / "02_ddp_spawn/README.md")["The smallest form"], "text")
+@pytest.mark.parametrize("folder", ["02_ddp_spawn", "04_ddp_torchrun"])
+def test_the_smallest_form_prints_what_is_shown(folder, tmp_path):
+    text = sections(ROOT / folder / "README.md")["The smallest form"]
+    (program,), (shown,) = blocks(text, "python"), blocks(text, "text")
     (tmp_path / "small.py").write_text(program.replace("29500", str(free_port())))
-    result = run([sys.executable, "small.py"], tmp_path, PYTHONUNBUFFERED="")  # whole lines
+    if folder.startswith("02"):
+        result = run([sys.executable, "small.py"], tmp_path, PYTHONUNBUFFERED="")  # whole lines
+    else:
+        result = run_ranks("small.py", 2, cwd=tmp_path)
     assert result.code == 0 and sorted(result.output.splitlines()) == shown.splitlines(), result
 
 
@@ -124,46 +127,21 @@ def test_the_commands_for_two_machines(folder, sandbox):
             assert float(re.findall(r"^epoch 3/3  loss (\S+)", output, re.M)[0]) < LEARNED, results
 
 
-@pytest.mark.slow
-def test_the_figure_of_ranks_is_what_torchrun_does(tmp_path):
-    command = ["torchrun", "--nnodes=2", "--nproc-per-node=4", "--master-addr=127.0.0.1"]
-    command += [f"--master-port={free_port()}", "--no-python"]
-    show = ["bash", "-c", 'echo "$RANK $LOCAL_RANK $WORLD_SIZE"']
-    started = [Running([*command, f"--node-rank={node}", *show], tmp_path) for node in (0, 1)]
-    printed = [[line.split() for line in each.finish().output.splitlines()] for each in started]
-    found = [words for lines in printed for words in sorted(lines, key=lambda words: words[1])]
-    figure = r"^rank +(\d.*)  world size 8\nlocal rank +(.*)\nGPU +(.*)\n"
-    (columns,) = re.findall(figure, MAIN.read_text(), re.M)
-    columns = list(zip(*map(str.split, columns), strict=True))
-    assert found == [[rank, local, "8"] for rank, local, _ in columns]
-    assert all(local == gpu for _, local, gpu in columns)
-
-
-def test_the_smallest_form_of_04(tmp_path):
-    """It prints what the README shows, and that is what DDP promises."""
-    text = sections(ROOT / "04_ddp_torchrun/README.md")["The smallest form"]
-    (program,), (shown,) = blocks(text, "python"), blocks(text, "text")
-    (tmp_path / "step.py").write_text(program)
-    result = run_ranks("step.py", 2, cwd=tmp_path, limit=60)
-    assert result.code == 0 and sorted(result.output.splitlines()) == shown.splitlines(), result
-    line = r"epoch (\d), rank \d: weight (\S+), inputs (\[.*\]), gradient (\S+), mean (\S+)"
-    found = [(epoch, json.loads(inputs), *map(float, numbers))
-             for epoch, weight, inputs, *others in re.findall(line, shown)
-             for numbers in [(weight, *others)]]
-    next_weight = 1
-    for one, other in zip(found[::2], found[1::2], strict=True):
-        assert one[0] == other[0] and sorted(one[1] + other[1]) == [1, 2, 3, 4]
-        for _, inputs, weight, own, mean in (one, other):
-            assert weight == next_weight
-            assert own == weight * 2 * sum(x * x for x in inputs) / len(inputs)
-            assert mean == (one[3] + other[3]) / 2
-        next_weight -= 0.01 * one[4]
+def test_the_figure_of_ranks():
+    """As torchrun numbers two nodes with four processes each."""
+    lines = re.findall(r"^(?:rank|local rank|GPU)  +((?:\d +){7}\d)",
+                       (ROOT / "03_ddp_multinode_spawn/README.md").read_text(), re.M)
+    ranks, local, gpus = [list(map(int, line.split())) for line in lines]
+    assert ranks == list(range(8)) and local == gpus == [rank % 4 for rank in ranks]
 
 
 def test_the_programs_in_the_readmes(tmp_path):
     """The collectives, the loop over the loader, a numbered print, and one file for two ranks."""
-    text = (ROOT / "04_ddp_torchrun/README.md").read_text()
-    _, collectives, _, loader, numbered_print = blocks(text, "python")
+    shown = sections(COPIED)["Collectives as a program"]
+    (collectives,), (printed,) = blocks(shown, "python"), blocks(shown, "text")
+    _, loader = blocks((ROOT / "tests/README.md").read_text(), "python")
+    page = sections(ROOT / "04_ddp_torchrun/README.md")
+    (numbered_print,) = blocks(page["Find a hang"], "python")
     (save,) = [each for each in blocks((ROOT / "06_checkpointing/README.md").read_text(), "python")
                if "dist.barrier()" in each]
     given = "import time\ntrain_loader = [(None, [0] * 64)]\n"
@@ -173,13 +151,17 @@ def test_the_programs_in_the_readmes(tmp_path):
     (tmp_path / "program.py").write_text(program)
     result = run_ranks("program.py", 2, cwd=tmp_path)
     assert result.code == 0, result
-    figure, shown = blocks(sections(ROOT / "04_ddp_torchrun/README.md")["Collectives"], "text")
-    for name, *_, after_0, after_1, _ in (re.split(" *[│→]+ *", row) for row in re.findall(
-        r"^[a-z-]+ +│.*", figure, re.M)):
-        for rank, after in enumerate((after_0, after_1)):
-            numbers = [float(number) for number in after.split(", ")]
-            assert f"rank {rank}: {name} {numbers}" in shown
-    expected = shown.splitlines() + ["weights [[5.0, 5.0]]"] * 2
+    (figure,) = blocks(page["Collectives"], "text")
+    for row in re.findall(r"^[a-z-]+ +│.*", figure, re.M):
+        name, *cells, _ = re.split(" *[│→]+ *", row)
+        one, other, *after = [[float(number) for number in cell.split(", ")]
+                              for cell in cells if cell]
+        sums = [sum(pair) for pair in zip(one, other, strict=True)]
+        assert after == {"all-reduce": [sums, sums], "broadcast": [one, one],
+                         "all-gather": [one + other] * 2,
+                         "reduce-scatter": [sums[:1], sums[1:]]}[name]
+        assert all(f"rank {rank}: {name} {after[rank]}" in printed for rank in (0, 1))
+    expected = printed.splitlines() + ["weights [[5.0, 5.0]]"] * 2
     for rank in ("rank 0", "rank 1"):
         expected += [f"{rank} on HOST reached point 1", f"{rank} on HOST passed point 1"]
         expected += [f"{rank} reads N images/s"]

@@ -1,13 +1,18 @@
 """What a run must have printed and saved."""
 
+import functools
 import math
 import re
 
 import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from helpers.commands import WITNESS, Running
+from helpers.commands import WITNESS, run
 from helpers.paths import DIGITS, ROOT
 from helpers.projects import FEW
+
+EXACT = ["--batch-size", 50, "--seed", 3]  # no rank's images can be split equally
+VERY_FEW = 60  # different digits, each at nine positions
 
 
 def bare_accuracy(weights):
@@ -23,24 +28,13 @@ def bare_accuracy(weights):
     return sum(right) / len(right)
 
 
-class Launch(Running):
-    """A run.sh of a copied repository with few digits, started in a folder of its own."""
-
-    def __init__(self, place, repository, folder, *options, tools=None, **settings):
-        self.place, self.repository = place, repository
-        place.mkdir()
-        (place / "data").symlink_to(repository / "common")
-        settings |= {**WITNESS, "WITNESS": str(place / "witness")}
-        if tools:
-            settings["PATH"] = tools(place)
-        super().__init__(["bash", repository / folder / "run.sh", *options], place, **settings)
-
-    def check(self, **expected):
-        """It has trained, and no line of the repository caused a warning."""
-        result = self.finish()
-        check_warnings(result, self.repository)
-        check_trained(result, self.place, **expected)
-        return result
+def launch(repository, folder, *options, cwd, **settings):
+    """Run a folder's run.sh on few digits; the ranks write what they do to cwd/witness."""
+    (cwd / "data").symlink_to(repository / "common")
+    settings |= {**WITNESS, "WITNESS": str(cwd / "witness")}
+    result = run(["bash", repository / folder / "run.sh", *options], cwd, **settings)
+    check_warnings(result, repository)
+    return result
 
 
 def check_warnings(result, repository=ROOT):
@@ -72,6 +66,84 @@ def check_trained(result, folder, epochs=3, ranks=2, at_least=0.6, accuracy_of=b
         losses, images = zip(*[map(float, share) for share in of_epoch], strict=True)
         assert min(losses) > 0 and sum(images) == math.ceil(FEW / ranks) * ranks
         assert abs(float(line["loss"]) - sum(losses) / sum(images)) < 6e-5
+        check_speed(line, sum(images))
+
+
+def check_speed(line, images):
+    """The images/s of an epoch line are its images divided by its seconds, which are rounded."""
+    seconds, speed = float(line["seconds"]), float(line["speed"])
+    assert abs(seconds * speed - images) <= 0.05 * speed + seconds, line
+
+
+def check_as_one_process(result, folder, ranks=2, epochs=2, shuffle=False):
+    """A run of `exact` with EXACT has the losses, the scores and the weights of plain_training().
+
+    Only rank 0 saves.
+    """
+    assert result.code == 0, result
+    lines, expected = plain_training(ranks, epochs, shuffle)
+    assert [(line["loss"], line["accuracy"]) for line in result.epochs()] == lines, result
+    for line in result.epochs():
+        check_speed(line, 9 * VERY_FEW)
+    state = torch.load(folder / "mnist.pt", weights_only=True)
+    assert state.keys() == expected.keys()
+    assert all(torch.allclose(state[name], expected[name]) for name in state)
+    if ranks > 1:
+        what = (folder / "witness").read_text().splitlines()
+        assert [line for line in what if line.endswith("saves")] == [f"0 {ranks} saves"]
+
+
+@functools.cache
+def plain_training(ranks, epochs, shuffle):
+    """Train in one process, which computes the gradients of all ranks' batches.
+
+    It has the data and the network of the scripts, and nothing else of them. Returns what an epoch
+    line shows of each epoch, and the weights.
+    """
+    from common.data import load_mnist
+    from common.model import ConvNet
+
+    torch.set_default_dtype(torch.float64)
+    train_set, test_set = load_mnist(DIGITS)
+    few = [part.unflatten(0, (9, -1))[:, :VERY_FEW].flatten(0, 1) for part in train_set.tensors]
+    train_set = TensorDataset(*few)
+    torch.manual_seed(3)
+    samplers = [DistributedSampler(train_set, ranks, rank, seed=3) for rank in range(ranks)]
+    loaders = [DataLoader(train_set, 50, sampler=sampler) for sampler in samplers]
+    if shuffle:
+        loaders = [DataLoader(train_set, 50, shuffle=True)]
+    test_loader, net = DataLoader(test_set, 250), ConvNet()
+    optimizer = torch.optim.SGD(net.parameters(), momentum=0.9, nesterov=True)
+    steps, step, lines = epochs * len(loaders[0]), 0, []
+    for epoch in range(1, epochs + 1):
+        net.train()
+        losses = []
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        for batches in zip(*loaders, strict=True):
+            optimizer.zero_grad()
+            for rank, (images, labels) in enumerate(batches):
+                for layer in (net.layer1, net.layer2):  # rank 0's statistics are saved
+                    layer[1].momentum = 0 if rank else 0.1
+                scores = net(images)
+                loss = torch.nn.functional.cross_entropy(scores, labels, label_smoothing=0.1)
+                (loss / ranks).backward()
+                losses += [loss.item()] * len(labels)
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.7)
+            rising, falling = (step + 1) / (0.4 * steps + 1), (steps - step) / (0.6 * steps)
+            factor = rising if step < 0.4 * steps else falling
+            optimizer.param_groups[0]["lr"] = factor * 0.6 * math.sqrt(50 * ranks / 256)
+            optimizer.step()
+            step += 1
+        net.eval()
+        with torch.no_grad():
+            right = [net(images).argmax(1) == labels for images, labels in test_loader]
+        accuracy = torch.cat(right).double().mean()
+        lines.append((f"{sum(losses) / len(losses):.4f}", f"{accuracy:.4f}"))
+    for layer in (net.layer1, net.layer2):
+        layer[1].num_batches_tracked //= ranks
+    torch.set_default_dtype(torch.float32)
+    return lines, net.state_dict()
 
 
 def pairs(one, other):

@@ -75,17 +75,11 @@ class Running:
         sizes = [(file.fileno(), os.fstat(file.fileno()).st_size) for file in self.files]
         return [os.pread(file, size, 0).decode(errors="replace") for file, size in sizes]
 
-    def kill(self, *words):
-        """End, with SIGKILL, one process whose command line contains all these words."""
-        for process in processes(self.token):
-            command = Path(f"/proc/{process}/cmdline").read_text()
-            if all(word in command for word in words):
-                return os.kill(process, signal.SIGKILL)
-        raise AssertionError(f"no process of {self.command} has {words} in its command line")
-
     def kill_all(self):
         """End it and everything that it has started."""
-        kill(self.token)
+        for process in processes(self.token):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         self.process.wait()
 
     def finish(self, limit=300):
@@ -93,13 +87,13 @@ class Running:
         try:
             self.process.wait(max(0, self.start + limit - time.monotonic()))
         except subprocess.TimeoutExpired:
-            kill(self.token)
+            self.kill_all()
             printed = "\n".join(self.printed())
             raise AssertionError(f"{self.command}: no end within {limit} s\n{printed}") from None
-        end = time.monotonic() + 30  # for the last processes
+        end = time.monotonic() + limit  # for the last processes
         while (left := processes(self.token)) and time.monotonic() < end:
             time.sleep(0.1)
-        kill(self.token)
+        self.kill_all()
         result = Result(self.command, self.process.returncode, *self.printed())
         assert not left, f"still running: {left}\n{result}"
         return result
@@ -115,13 +109,9 @@ def wait_until(condition, *running, limit=300):
         time.sleep(0.05)
 
 
-def wait_for(text, *running, times=1, limit=300):
+def wait_for(text, *running, times=1):
     """Wait until these commands have printed a text so many times; none of them may end before."""
-
-    def printed_often_enough():
-        return sum(each.printed()[0].count(text) for each in running) >= times
-
-    wait_until(printed_often_enough, *running, limit=limit)
+    wait_until(lambda: sum(each.printed()[0].count(text) for each in running) >= times, *running)
 
 
 def run(command, cwd, limit=300, **environment):
@@ -133,11 +123,6 @@ def torchrun(script, nproc, *options, cwd, **environment):
     """Run a script with torchrun, in this number of processes on two cores."""
     command = [*STANDALONE, f"--nproc-per-node={nproc}", script, *options]
     return run(command, cwd, **{"OMP_NUM_THREADS": str(max(1, 2 // nproc)), **environment})
-
-
-def new_namespace(kind):
-    """The command before a command that runs it in a new namespace, as root or without."""
-    return ["unshare", f"--{kind}", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
 
 
 def free_port():
@@ -163,12 +148,6 @@ def processes(token):
             if token.encode() in (entry / "environ").read_bytes():
                 found.append(int(entry.name))
     return found
-
-
-def kill(token):
-    for process in processes(token):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
 
 
 def fake_tools(folder, **scripts):

@@ -1,15 +1,12 @@
-"""Read the READMEs: sections, code blocks, commands, tables; and write what is generated."""
+"""Read the READMEs: sections, code blocks, commands, tables."""
 
-import os
 import re
-import subprocess
 
 from helpers.paths import FOLDERS, ROOT
 
 MAIN = ROOT / "README.md"
-READMES = [MAIN, *(ROOT / folder / "README.md" for folder in FOLDERS), ROOT / "tests/README.md"]
-CHANGES = "What changes, step by step"
-OPTION = re.compile("--[a-z-]+")
+READMES = [MAIN, *(ROOT / folder / "README.md" for folder in FOLDERS)]
+READMES += [ROOT / "tests/README.md", COPIED := ROOT / "tests/copies/README.md"]
 
 
 def sections(path):
@@ -34,18 +31,3 @@ def rows(text):
     for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.M):
         head, _, *body = [re.split(r" *\| *", line[1:-1].strip()) for line in table.splitlines()]
         yield from (dict(zip(head, line, strict=True)) for line in body)
-
-
-def hold(path, shown, generated):
-    """Compare what a README shows with what was generated; with REWRITE_DOCS, write it there."""
-    text = path.read_text()
-    assert text.count(shown) == 1, shown
-    if "REWRITE_DOCS" in os.environ:
-        path.write_text(text.replace(shown, generated))
-    else:
-        assert shown == generated, "REWRITE_DOCS=1 python -m pytest tests/test_docs_generated.py"
-
-
-def git_diff(*arguments):
-    command = ["git", "diff", "--no-index", "-w", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30).stdout

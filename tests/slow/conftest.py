@@ -1,16 +1,16 @@
 """What the slow tests share: all of them have the mark slow, and some need two hosts."""
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 from hosts import Hosts
 
-HERE = Path(__file__).parent
-
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if HERE in item.path.parents:
+        if Path(__file__).parent in item.path.parents:
             item.add_marker("slow")
 
 
@@ -23,3 +23,13 @@ def hosts(tmp_path_factory):
         pytest.skip(f"no separate hosts on this machine: {error}")
     yield hosts
     hosts.end()
+
+
+@pytest.fixture
+def unshare():
+    """The command before one that may mount disks, and change the name of its machine."""
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    command = ["unshare", "--mount", "--uts", *user]
+    if subprocess.run([*command, "mount", "-t", "tmpfs", "none", "/mnt"]).returncode:
+        pytest.skip("no namespaces on this machine")
+    return command

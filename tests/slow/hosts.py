@@ -7,6 +7,7 @@ at the latest with the tests' own process. It needs root, iproute2 and util-linu
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 from helpers.commands import clean_environment
@@ -31,14 +32,15 @@ ip -n h1 addr add "$2/24" dev eth0
 echo ready
 read -r _
 """
+BECOME = 'hostname "$1" && mount --bind "$2" /etc/hosts && cd "$3" && shift 3 && exec "$@"'
 
 
-def require(*tools, path=PATH):
+def require(*tools):
     """Raise OSError with the reason if the tests are not root's, or if a tool is missing."""
     if os.geteuid() != 0:
         raise OSError("it needs root")
     for tool in tools:
-        if not shutil.which(tool, path=path):
+        if not shutil.which(tool, path=PATH):
             raise OSError(f"{tool} is not installed")
 
 
@@ -48,40 +50,30 @@ class Hosts:
         require("ip", "unshare", "nsenter")
         self.folder = folder
         unshare = "unshare --net --mount --uts --pid --fork --kill-child --mount-proc".split()
-        self.first = subprocess.Popen(
-            [*unshare, "bash", "-euc", SETUP, "_", *ADDRESSES.values()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PATH": PATH},
-        )
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self.first = subprocess.Popen([*unshare, "bash", "-euc", SETUP, "_", *ADDRESSES.values()],
+                                      **pipes, text=True, env={**os.environ, "PATH": PATH})
         if self.first.stdout.readline() != "ready\n":
-            raise OSError(self.first.communicate(timeout=10)[1].strip())
+            raise OSError(self.first.communicate()[1].strip())
         children = Path(f"/proc/{self.first.pid}/task/{self.first.pid}/children")
         self.enter = ["nsenter", "--target", children.read_text().strip()]
         self.enter += ["--net", "--mount", "--uts", "--pid"]
-        self.write_hosts("hosts", ADDRESSES)
 
-    def write_hosts(self, file, addresses):
-        """Write a file that on() can use as a host's /etc/hosts."""
-        names = {"localhost": "127.0.0.1", **addresses}
-        lines = [f"{address} {host}\n" for host, address in names.items()]
-        (self.folder / file).write_text("".join(lines))
-
-    def on(self, host, folder, *command, hosts="hosts"):
-        """The command that runs another one on a host, in this folder, with this /etc/hosts."""
-        become = 'hostname "$1" && mount --bind "$2" /etc/hosts && cd "$3" && shift 3 && exec "$@"'
+    def on(self, host, folder, *command, names=ADDRESSES):
+        """The command that runs another one on a host, in this folder; it knows these names."""
+        file = self.folder / "-".join(names.values())
+        if not file.exists():
+            names = {"localhost": "127.0.0.1", **names}
+            file.write_text("".join(f"{address} {name}\n" for name, address in names.items()))
         enter = [*self.enter, "nsenter", f"--net=/run/netns/{host}", "unshare", "--uts", "--mount"]
-        return [*enter, "bash", "-c", become, "_", host, self.folder / hosts, folder, *command]
+        return [*enter, "bash", "-c", BECOME, "_", host, file, folder, *map(str, command)]
 
     def link(self, host, state):
         """Cut the cable of a host ("down"), or mend it ("up")."""
-        command = [*self.enter, "ip", "link", "set", f"to-{host}", state]
-        subprocess.run(command, check=True, timeout=10)
+        subprocess.run([*self.enter, "ip", "link", "set", f"to-{host}", state], check=True)
 
     def end(self):
-        self.first.communicate(timeout=10)  # closes its standard input: all that runs in it ends
+        self.first.communicate()  # closes its standard input: all that runs in it ends
 
 
 class Daemons:
@@ -89,33 +81,31 @@ class Daemons:
 
     def __init__(self, hosts, folder, tools, **settings):
         """Prepare them; raises OSError with the reason if they cannot be started here."""
-        self.hosts, self.folder = hosts, folder
-        self.settings = {"PATH": PATH} | settings  # in the environment of daemons and commands
-        require(*tools, path=self.settings["PATH"])
+        require(*tools)
+        self.hosts, self.folder, self.started = hosts, folder, []
+        self.environment = clean_environment() | {"PATH": PATH} | settings
         folder.chmod(0o755)
-        self.output = open(folder / "daemons.log", "w")
-
-    def environment(self, **settings):
-        return clean_environment() | self.settings | settings
 
     def start(self, host, *command):
-        command = self.hosts.on(host, self.folder, *command)
-        output = {"stdin": subprocess.DEVNULL, "stdout": self.output, "stderr": self.output}
-        subprocess.Popen(command, env=self.environment(), **output)
+        with open(self.folder / "daemons.log", "a") as log:
+            self.started.append(subprocess.Popen(
+                self.hosts.on(host, self.folder, *command), env=self.environment,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log))
 
-    def run(self, *command, folder=None, limit=60, **settings):
+    def run(self, *command, folder=None, **settings):
         """Run a command on h0, which must succeed; return what it prints."""
-        command = self.hosts.on("h0", folder or self.folder, *map(str, command))
-        result = subprocess.run(
-            command, env=self.environment(**settings), capture_output=True, text=True, timeout=limit
-        )
+        command = self.hosts.on("h0", folder or self.folder, *command)
+        result = subprocess.run(command, env=self.environment | settings, capture_output=True,
+                                text=True, timeout=600)
         assert result.returncode == 0, result
         return result.stdout
 
     def wait_until_up(self, condition):
         """Wait until a shell command succeeds, which fails as long as the daemons start."""
-        try:
-            self.run("timeout", 30, "bash", "-c", f"until {condition}; do sleep 0.2; done")
-        except AssertionError:
-            log = (self.folder / "daemons.log").read_text()
-            raise OSError(f"it did not start: {log[-2000:]}") from None
+        command = self.hosts.on("h0", self.folder, "bash", "-c", condition)
+        end = time.monotonic() + 300
+        while subprocess.run(command, env=self.environment, capture_output=True).returncode:
+            if time.monotonic() > end or any(each.poll() is not None for each in self.started):
+                log = (self.folder / "daemons.log").read_text()
+                raise OSError(f"it did not start: {log[-2000:]}")
+            time.sleep(0.2)

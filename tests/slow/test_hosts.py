@@ -1,4 +1,4 @@
-"""03, 04 and 05's fsdp.py on two separate hosts: they train, and failures end in time.
+"""03 and 04 on two separate hosts: they train, and failures end in time.
 
 PyTorch's own limits are 5 minutes and more; the tests set shorter ones, where a reader would.
 """
@@ -57,25 +57,28 @@ class Job:
         self.place.mkdir()
         self.nodes = []
 
-    def start(self, rank, nproc=1, address=ADDRESSES["h0"], hosts_file="hosts", gpus="1"):
-        """Start one node, which connects to this address."""
+    def start(self, rank, nproc=1, address=ADDRESSES["h0"], names=ADDRESSES):
+        """Start one node, which connects to this address and knows these names of hosts."""
         given = {"project": self.project, "rank": rank, "nproc": nproc, "address": address,
-                 "own": ADDRESSES[f"h{rank}"], "gpus": gpus}
-        command = [str(part).format(port=self.port, **given) for part in self.command]
-        command = self.hosts.on(f"h{rank}", self.place, *command, hosts=hosts_file)
-        settings = {"NODE_RANK": rank, "NPROC": nproc, "MASTER_ADDR": address}
-        settings = {name: str(value) for name, value in settings.items()} | self.settings
-        self.nodes.append(Running(command, self.place, MASTER_PORT=str(self.port), **settings))
+                 "port": self.port, "own": ADDRESSES[f"h{rank}"], "gpus": "2,1"}
+        command = [str(part).format(**given) for part in self.command]
+        command = self.hosts.on(f"h{rank}", self.place, *command, names=names)
+        settings = {"NODE_RANK": rank, "NPROC": nproc, "MASTER_ADDR": address,
+                    "MASTER_PORT": self.port, **self.settings}
+        settings = {name: str(value) for name, value in settings.items()}
+        self.nodes.append(Running(command, self.place, **settings))
 
-    def start_three_processes(self, hosts_files=("hosts", "hosts")):
+    def start_three_processes(self, names=(ADDRESSES, ADDRESSES)):
         """Start both nodes, with two processes and one."""
-        for rank, file in enumerate(hosts_files):
-            self.start(rank, 2 - rank, hosts_file=file, gpus="2,1")
+        for rank in (0, 1):
+            self.start(rank, 2 - rank, names=names[rank])
 
-    def finish(self):
-        """The results of the nodes, which must end within the bound from now on."""
+    def finish(self, code=0):
+        """The results of the nodes, which must end with this code within the bound from now on."""
         end = time.monotonic() + BOUND
-        return [node.finish(end - node.start) for node in self.nodes]
+        results = [node.finish(end - node.start) for node in self.nodes]
+        assert {result.code for result in results} == {code}, results
+        return results
 
 
 def test_three_processes_train_as_on_one_machine(hosts, project, tmp_path):
@@ -86,72 +89,45 @@ def test_three_processes_train_as_on_one_machine(hosts, project, tmp_path):
     here = run_ranks(project / "04/train.py", 3, *options, cwd=tmp_path)
     for job in jobs:
         results = job.finish()
-        assert [result.code for result in results] == [0, 0], results
         assert results[1].output == "", results  # only rank 0 logs
         assert results[0].epochs()[0]["accuracy"] == here.epochs()[0]["accuracy"], results
         assert distance(job.place / "mnist.pt", tmp_path / "mnist.pt") < 1e-4
 
 
-def test_shards_on_two_hosts(hosts, project, tmp_path):
-    """Three ranks of fsdp.py write one checkpoint, which three ranks of one host load."""
-    shutil.copy(ROOT / "05_model_parallel/fsdp.py", project / "04/fsdp.py")
-    options = ["--data-dir", project / "04/common", "--epochs", "1"]
-    job = Job(hosts, project, *STATIC, "{project}/04/fsdp.py", *options)
-    job.start_three_processes()
-    here = run_ranks(project / "04/fsdp.py", 3, *options, cwd=tmp_path)
+def check_selftest(job):
     results = job.finish()
-    assert [result.code for result in results] == [0, 0], results
-    assert results[0].epochs()[0]["accuracy"] == here.epochs()[0]["accuracy"], results
-    assert distance(job.place / "mnist.pt", tmp_path / "mnist.pt") < 1e-4
-    [newest, _] = sorted((job.place / "checkpoint").iterdir(), reverse=True)
-    assert {path.name for path in newest.glob("*.distcp")} == {f"__{n}_0.distcp" for n in range(3)}
-    again = run_ranks(project / "04/fsdp.py", 3, *options, cwd=job.place)
-    done = {"epoch": 2, "images": 0}
-    assert again.output.endswith(f"resuming from checkpoint/{newest.name} at {done}\n"), again
+    output = "".join(result.output for result in results)
+    ok = "^OK: all checks passed on 3 ranks on (h0, h1|h1, h0)$"
+    assert re.search(ok, output, re.M), results
+    hosts_of_ranks = re.findall(r"^rank \d on (h\d): cpu, gloo, world size 3$", output, re.M)
+    assert sorted(hosts_of_ranks) == ["h0", "h0", "h1"], results
 
 
 def test_selftest(hosts, project):
     """Also where each host has its own name at 127.0.1.1, as on Debian: Gloo needs an interface."""
-    files = []
-    for host in ADDRESSES:
-        files.append(f"of {host}")
-        hosts.write_hosts(files[-1], {**ADDRESSES, host: "127.0.1.1"})
+    names = [{**ADDRESSES, host: "127.0.1.1"} for host in ADDRESSES]
     failing = Job(hosts, project, *STATIC, SELFTEST)
-    working = [Job(hosts, project, *STATIC, SELFTEST, GLOO_SOCKET_IFNAME="eth0"),
-               Job(hosts, project, *C10D, SELFTEST)]
-    failing.start_three_processes(files)
-    working[0].start_three_processes(files)
-    working[1].start_three_processes()
-    failed = failing.finish()
-    assert [result.code for result in failed] == [1, 1], failed
-    output = "".join(result.output for result in failed)
-    assert re.search("^FAILED: join: rank .*connectFullMesh failed", output, re.M), failed
-    for job in working:
-        results = job.finish()
-        assert [result.code for result in results] == [0, 0], results
-        output = "".join(result.output for result in results)
-        names = "(h0, h1|h1, h0)"
-        assert re.search(f"^OK: all checks passed on 3 ranks on {names}$", output, re.M), output
-        hosts_of_ranks = re.findall(r"^rank \d on (h\d): cpu, gloo, world size 3$", output, re.M)
-        assert sorted(hosts_of_ranks) == ["h0", "h0", "h1"], output
+    with_interface = Job(hosts, project, *STATIC, SELFTEST, GLOO_SOCKET_IFNAME="eth0")
+    c10d = Job(hosts, project, *C10D, SELFTEST)
+    failing.start_three_processes(names)
+    with_interface.start_three_processes(names)
+    c10d.start_three_processes()
+    check_selftest(with_interface)
+    check_selftest(c10d)
+    results = failing.finish(code=1)
+    output = "".join(result.output for result in results)
+    assert re.search("^FAILED: join: rank .*connectFullMesh failed", output, re.M), results
 
 
 def test_c10d_where_each_host_knows_only_its_own_name(hosts, project):
     """The node of rank 0 tells the others its name, or with --local-addr an address."""
-    files = []
-    for host, address in ADDRESSES.items():
-        files.append(f"only {host}")
-        hosts.write_hosts(files[-1], {host: address})
-    selftest = [SELFTEST, "--timeout", 20]
-    failing = Job(hosts, project, *C10D, *selftest)
-    working = Job(hosts, project, *C10D, "--local-addr={own}", *selftest)
+    names = [{host: address} for host, address in ADDRESSES.items()]
+    failing = Job(hosts, project, *C10D, SELFTEST, "--timeout", 20)
+    working = Job(hosts, project, *C10D, "--local-addr={own}", SELFTEST)
     for job in (failing, working):
-        job.start_three_processes(files)
-    results = working.finish()
-    assert [result.code for result in results] == [0, 0], results
-    assert "OK: all checks passed on 3 ranks" in "".join(result.output for result in results)
-    results = failing.finish()
-    assert [result.code for result in results] == [1, 1], results
+        job.start_three_processes(names)
+    check_selftest(working)
+    results = failing.finish(code=1)
     assert "FAILED: join: " in results[0].output, results
     symptom = r"network addresses of \(h0, \d+\) cannot be retrieved"
     assert re.search(symptom, results[1].errors), results
@@ -160,13 +136,13 @@ def test_c10d_where_each_host_knows_only_its_own_name(hosts, project):
 def test_nodes_that_cannot_connect(hosts, impatient):
     """Each is alone, and ends with an error; a reader of 04 sets the limit by --rdzv-conf."""
     static = [*STATIC, "--rdzv-conf=timeout=20", "{project}/04/train.py"]
-    jobs = [Job(hosts, impatient, *way) for way in (RUN_03, static) for _ in range(3)]
-    for number, job in enumerate(jobs):
-        rank = min(number % 3, 1)
-        job.start(rank, address="no.such.host" if number % 3 == 2 else ADDRESSES["h0"])
+    jobs = []
+    for way in (RUN_03, static):
+        for rank, address in ((0, "h0"), (1, "h0"), (1, "no.such.host")):
+            jobs.append(Job(hosts, impatient, *way))
+            jobs[-1].start(rank, address=ADDRESSES.get(address, address))
     for job in jobs:
-        (result,) = job.finish()
-        assert result.code == 1, result
+        (result,) = job.finish(code=1)
         assert re.search(r"^torch\.distributed\.Dist\w+Error: ", result.errors, re.M), result
 
 
@@ -179,8 +155,7 @@ def test_a_cut_link(hosts, impatient):
     hosts.link("h1", "down")
     try:
         for job in jobs:
-            for result in job.finish():
-                assert result.code == 1, result
+            for result in job.finish(code=1):
                 assert re.search("Error|Exception", result.errors), result
     finally:
         hosts.link("h1", "up")

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 from helpers.checks import equal
@@ -14,10 +15,8 @@ from helpers.ranks import run_ranks
 from hosts import ADDRESSES, Daemons
 
 FOLDER = ROOT / "07_slurm"
-OPTIONS = ["--epochs", 2, "--batch-size", 16, "--save-every", 3]  # 80 steps of two ranks
+OPTIONS = "--data-dir common --epochs 2 --batch-size 16 --save-every 3".split()  # 80 steps
 DONE = ("COMPLETED", "0:0")
-
-
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost=h0
@@ -40,22 +39,21 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1
 PartitionName=grace Nodes=ALL MaxTime=INFINITE PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=10
 """
-FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL"}
 
 
 @pytest.fixture(scope="module")
 def cluster(hosts, tmp_path_factory):
     """Real munge, slurmctld and slurmd; this machine's own Slurm is neither read nor changed."""
     folder = tmp_path_factory.mktemp("slurm")
+    (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder))
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o600)
+    files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "seed", "log")]
+    munged = ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files]
     tools = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
     try:
         cluster = Daemons(hosts, folder, tools, SLURM_CONF=str(folder / "slurm.conf"))
-        (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder))
-        (folder / "munge.key").write_bytes(os.urandom(128))
-        (folder / "munge.key").chmod(0o600)
-        files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "seed", "log")]
-        files += [f"--socket={folder}/munge.socket"]
-        cluster.start("h0", "munged", "--foreground", "--force", *files)
+        cluster.start("h0", *munged)
         cluster.start("h0", "slurmctld", "-D", "-i")
         for host in ADDRESSES:
             (folder / f"spool-{host}").mkdir()
@@ -68,25 +66,24 @@ def cluster(hosts, tmp_path_factory):
 
 
 class Job:
-    def __init__(self, cluster, folder, *command, **settings):
+    def __init__(self, cluster, folder, *arguments, **settings):
         """Submit a job from a folder, with these settings in the environment."""
         self.cluster, self.folder = cluster, folder
-        self.id = cluster.run(*command, folder=folder, **settings).split()[-1]
+        self.id = cluster.run("sbatch", *arguments, folder=folder, **settings).split()[-1]
 
     def __repr__(self):
         return f"{self.record()}\n{self.log()}"
 
     def record(self):
         """The fields of `scontrol show job`, by name."""
-        words = self.cluster.run("scontrol", "show", "job", "--oneliner", self.id).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        words = self.cluster.run("scontrol", "show", "job", "--oneliner", self.id)
+        return dict(re.findall(r"(\S+?)=(\S*)", words))
 
     def log(self):
         return "".join(path.read_text() for path in self.folder.glob(f"*-{self.id}.log"))
 
-    def wait(self, condition, limit=300):
-        """Wait until a condition holds."""
-        end = time.monotonic() + limit
+    def wait(self, condition):
+        end = time.monotonic() + 300
         while not condition():
             assert time.monotonic() < end, self
             time.sleep(0.2)
@@ -96,9 +93,8 @@ class Job:
 
     def finish(self):
         """Wait for its end; return its state and its exit code."""
-        self.wait_for_state(*FINAL)
-        record = self.record()
-        return record["JobState"], record["ExitCode"]
+        self.wait_for_state("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL")
+        return self.record()["JobState"], self.record()["ExitCode"]
 
 
 @pytest.fixture(scope="module")
@@ -124,39 +120,33 @@ def project(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(project, tmp_path_factory):
-    """The weights of two ranks that nothing disturbs, without Slurm."""
-    return weights_of("07_slurm/train.py", project, tmp_path_factory.mktemp("undisturbed"))
-
-
-def weights_of(script, project, folder):
-    options = ["--data-dir", project / "common", *OPTIONS]
-    result = run_ranks(project / script, 2, *options, cwd=folder)
-    assert result.code == 0, result
-    return folder / "mnist.pt"
+    """The weights of two ranks that nothing disturbs, without Slurm, under the script's name."""
+    folder = shutil.copytree(project, tmp_path_factory.mktemp("undisturbed") / "project")
+    for script in ("07_slurm/train.py", "05_model_parallel/fsdp.py"):
+        name = Path(script).name
+        output = ["--output", name, "--checkpoint", f"of {name}"]
+        result = run_ranks(script, 2, *OPTIONS, *output, cwd=folder)
+        assert result.code == 0, result
+    return folder
 
 
 def submit(cluster, project, folder, *options, **settings):
-    """Submit a job of two nodes from a folder that looks like the repository's root."""
-    for name in ("04_ddp_torchrun", "05_model_parallel", "07_slurm", "data"):
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(project / name.replace("data", "common"))
-    settings["OMP_NUM_THREADS"] = "1"
-    return Job(cluster, folder, "sbatch", "07_slurm/run.sh", *options, **settings)
+    """Submit a job of two nodes from a folder, which becomes a copy of the project."""
+    shutil.copytree(project, folder, dirs_exist_ok=True)
+    return Job(cluster, folder, "07_slurm/run.sh", *options, OMP_NUM_THREADS="1", **settings)
 
 
 def test_by_hand_in_an_allocation(cluster, project, tmp_path):
     """The commands of the script's docstring: four ranks by torchrun, and the same four by srun."""
+    shutil.copytree(project, tmp_path, dirs_exist_ok=True)
     docstring = (FOLDER / "train.py").read_text().split('"""')[1]
     allocate = re.search(r"\((salloc .*)\)", docstring)[1].split()
-    parts = docstring.split("process:\n")[1].split("07_slurm/train.py")
-    commands = parts.pop(0)
-    for name, rest in zip(("torchrun", "srun"), parts, strict=True):
-        options = f"--data-dir '{project}/common' --output {name}.pt --checkpoint {name}-run.pt"
-        options += f" {' '.join(map(str, OPTIONS))}"
-        commands += f"'{project}/07_slurm/train.py' {options}{rest}"
+    commands = docstring.split("process:\n")[1]
+    for name in ("torchrun", "srun"):
+        options = " ".join([*OPTIONS, "--output", f"{name}.pt", "--checkpoint", f"{name}-run.pt"])
+        commands = commands.replace("train.py\n", f"train.py {options}\n", 1)
     settings = {"OMP_NUM_THREADS": "1", "WITNESS": str(tmp_path / "witness"), **WITNESS}
-    allocate += ["bash", "-euc", commands]
-    output = cluster.run(*allocate, folder=tmp_path, limit=300, **settings)
+    output = cluster.run(*allocate, "bash", "-euc", commands, folder=tmp_path, **settings)
     epochs = re.findall(r"^epoch \d/2  loss [\d.]+  accuracy [\d.]+ ", output, re.M)
     assert len(epochs) == 4 and epochs[:2] == epochs[2:], output
     assert equal(tmp_path / "torchrun.pt", tmp_path / "srun.pt")
@@ -167,16 +157,14 @@ def test_by_hand_in_an_allocation(cluster, project, tmp_path):
 def test_a_failing_rank_fails_the_job(cluster, project, tmp_path):
     faulty = {**WITNESS, "WITNESS": str(tmp_path / "witness"), "FAULTY_RANK": "1"}
     job = submit(cluster, project, tmp_path, *OPTIONS, **faulty)
-    state, code = job.finish()
-    assert state == "FAILED" and code != "0:0", job
+    assert job.finish()[0] == "FAILED", job
     assert "RuntimeError: planted by the test" in job.log(), job
     assert job.record()["Restarts"] == "0" and "requeueing" not in job.log(), job
 
 
 def test_the_selftest_by_the_same_batch_script(cluster, project, tmp_path):
     """Slurm's record of the job has what the script's header says, in spite of its comments."""
-    settings = {"SCRIPT": "04_ddp_torchrun/selftest.py", "NPROC": "2"}
-    job = submit(cluster, project, tmp_path, **settings)
+    job = submit(cluster, project, tmp_path, SCRIPT="04_ddp_torchrun/selftest.py", NPROC="2")
     assert job.finish() == DONE, job
     assert re.search(r"^OK: all checks passed on 4 ranks on (h0, h1|h1, h0)$", job.log(), re.M), job
     header = {"JobName": "mnist", "Requeue": "1", "NumNodes": "2", "CPUs/Task": "2"}
@@ -201,7 +189,7 @@ def start(cluster, project, folder, **settings):
     return job
 
 
-def check_resumes(job, undisturbed, stops=1, log=""):
+def check_resumes(job, undisturbed, script="train.py", stops=1, log=""):
     """It ends as if nothing had disturbed it, and resumed each time where it was stopped."""
     (job.folder / "slow").unlink()
     assert job.finish() == DONE, job
@@ -210,58 +198,43 @@ def check_resumes(job, undisturbed, stops=1, log=""):
     stopped = re.findall(f"^stopped ({progress}); rerun the same command to resume$", log, re.M)
     resumed = re.findall(rf"^resuming from checkpoint\S+ ({progress})$", log, re.M)
     assert len(stopped) == stops and resumed == stopped, log
-    assert equal(undisturbed, job.folder / "mnist.pt")
+    assert equal(undisturbed / script, job.folder / "mnist.pt")
+
+
+def preempt(cluster, folder):
+    urgent = ["--partition=urgent", "--exclusive", "--nodes=2", "--wrap=true"]
+    assert Job(cluster, folder, *urgent).finish() == DONE
 
 
 def test_preempted(cluster, project, undisturbed, tmp_path):
     """With a grace time rank 0 requeues the job, without one Slurm does."""
-    jobs = [
-        start(cluster, project, tmp_path / partition, SBATCH_PARTITION=partition)
-        for partition in ("grace", "main")
-    ]
-    urgent = ["--partition=urgent", "--exclusive", "--nodes=2", "--wrap=true"]
-    assert Job(cluster, tmp_path, "sbatch", *urgent).finish() == DONE
+    jobs = [start(cluster, project, tmp_path / partition, SBATCH_PARTITION=partition)
+            for partition in ("grace", "main")]
+    preempt(cluster, tmp_path)
     requeued_by_rank_0 = [f"\nrequeueing job {job.id}\n" in job.log() for job in jobs]
     assert requeued_by_rank_0 == [True, False], jobs
     for job in jobs:
         check_resumes(job, undisturbed)
 
 
-def test_fsdp_is_preempted(cluster, project, tmp_path):
+def test_fsdp_is_preempted(cluster, project, undisturbed, tmp_path):
     """Slurm requeues it, and it resumes from sharded checkpoints on two hosts."""
-    (tmp_path / "whole").mkdir()
-    undisturbed = weights_of("05_model_parallel/fsdp.py", project, tmp_path / "whole")
-    script = {"SCRIPT": "05_model_parallel/fsdp.py"}
-    job = start(cluster, project, tmp_path / "job", SBATCH_PARTITION="main", **script)
-    urgent = ["--partition=urgent", "--exclusive", "--nodes=2", "--wrap=true"]
-    assert Job(cluster, tmp_path, "sbatch", *urgent).finish() == DONE
-    check_resumes(job, undisturbed)
+    job = start(cluster, project, tmp_path, SCRIPT="05_model_parallel/fsdp.py")
+    preempt(cluster, tmp_path)
+    check_resumes(job, undisturbed, "fsdp.py")
 
 
 def test_the_commands_that_show_what_a_cluster_allows(cluster):
-    text = (FOLDER / "README.md").read_text()
-    commands = re.findall(r"^(?:sinfo|scontrol show) .*", text, re.M)
-    shown = [cluster.run("bash", "-c", command) for command in commands]
-    wanted = [("main", "infinite", "4", "6000"), ("PartitionName=grace", "GraceTime=60"),
-              ("KillWait", "PreemptMode")]
-    for output, words in zip(shown, wanted, strict=True):
-        assert all(word in output for word in words), output
-
-
-def test_a_rehearsed_stop(cluster, project, undisturbed, tmp_path):
-    """With the command of the README."""
-    (command,) = re.findall("^(scancel --signal.*) JOB$", (FOLDER / "README.md").read_text(), re.M)
-    job = start(cluster, project, tmp_path)
-    cluster.run(*command.split(), job.id)
-    job.wait_for_state("PENDING")
-    assert f"\nrequeueing job {job.id}\n" in job.log(), job
-    check_resumes(job, undisturbed)
+    commands = re.findall(r"^(?:sinfo|scontrol show) .*", (FOLDER / "README.md").read_text(), re.M)
+    nodes, partitions, settings = [cluster.run("bash", "-c", command) for command in commands]
+    assert re.search(r"^main\* infinite 2 4 6000 ", nodes, re.M), nodes
+    assert "PartitionName=grace" in partitions and "GraceTime=60" in partitions, partitions
+    assert "KillWait" in settings and "PreemptMode" in settings, settings
 
 
 def test_out_of_time(cluster, project, undisturbed, tmp_path):
     """Slurm looks every 30 s, and sends the signal early rather than late: after 20 to 50 s."""
-    settings = {"SBATCH_TIMELIMIT": "1", "SBATCH_SIGNAL": "TERM@10"}
-    job = start(cluster, project, tmp_path, **settings)
+    job = start(cluster, project, tmp_path, SBATCH_TIMELIMIT="1", SBATCH_SIGNAL="TERM@10")
     job.wait_for_state("PENDING")
     assert f"\nrequeueing job {job.id}\n" in job.log(), job
     cluster.run("scontrol", "update", f"jobid={job.id}", "TimeLimit=10")
@@ -271,20 +244,26 @@ def test_out_of_time(cluster, project, undisturbed, tmp_path):
 def test_requeued_by_its_user_then_without_a_node_then_cancelled(
     cluster, project, undisturbed, tmp_path
 ):
-    """Slurm requeues it twice. Cancelled, it is not requeued, and the same command resumes it."""
+    """After a stop as README rehearses it, which rank 0 requeues; the next two Slurm requeues.
+
+    Cancelled, it is not requeued, and the same command resumes it.
+    """
+    (stop,) = re.findall("^(scancel --signal.*) JOB$", (FOLDER / "README.md").read_text(), re.M)
     job = start(cluster, project, tmp_path)
-    cluster.run("scontrol", "requeue", job.id)
+    cluster.run(*stop.split(), job.id)
     wait_for_a_save(job, resumed=1)
+    cluster.run("scontrol", "requeue", job.id)
+    wait_for_a_save(job, resumed=2)
     cluster.run("scontrol", "update", "nodename=h1", "state=down", "reason=test")
     try:
         job.wait_for_state("PENDING")
         wait_until(lambda: not processes(str(tmp_path)))  # of the run before, on both nodes
     finally:
         cluster.run("scontrol", "update", "nodename=h1", "state=resume")
-    wait_for_a_save(job, resumed=2)
+    wait_for_a_save(job, resumed=3)
     cluster.run("scancel", job.id)
     job.wait_for_state("CANCELLED")
     wait_until(lambda: not processes(str(tmp_path)))
-    assert "requeueing" not in job.log(), job
+    assert job.log().count(f"\nrequeueing job {job.id}\n") == 1, job
     again = submit(cluster, project, tmp_path, *OPTIONS)
-    check_resumes(again, undisturbed, stops=3, log=job.log())
+    check_resumes(again, undisturbed, stops=4, log=job.log())

@@ -35,7 +35,7 @@ def test_scripts_and_launch_files(name, version, tmp_path):
     assert re.match(version, run([python, "-c", show], tmp_path).output)
     settings = {"PATH": f"{Path(python).parent}:{os.environ['PATH']}"}
     command = [python, "-m", "pytest", "-rA", f"--basetemp={tmp_path}/tests"]
-    tests = [f"{ROOT}/tests/{test}" for test in TESTS]
-    result = run([*command, *tests], tmp_path, limit=900, **settings)
+    command += [f"{ROOT}/tests/{test}" for test in TESTS]
+    result = run(command, tmp_path, limit=900, **settings)
     assert result.code == 0, result  # pytest also ends with an error if one of them does not exist
     assert "SKIPPED" not in result.output, result

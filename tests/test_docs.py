@@ -1,0 +1,246 @@
+"""READMEs have one form and working links, and their diffs, options and tables are the code's.
+
+After a change of a script or a patch, write it into the READMEs with
+
+    REWRITE_DOCS=1 python -m pytest tests/test_docs.py
+"""
+
+import itertools
+import os
+import re
+import subprocess
+import textwrap
+from collections import Counter
+
+import network
+import pytest
+from helpers.commands import EPOCH
+from helpers.paths import FOLDERS, ROOT, label
+from helpers.projects import COPIES
+from helpers.readmes import MAIN, READMES, blocks, commands, rows, sections
+from helpers.scripts import parse
+from test_markers import SHOWN, below_the_imports, code, marks
+from torch.distributed.run import get_args_parser
+
+CHANGES = "What changes, step by step"
+LAUNCHERS = ("python ", "torchrun ", "export TORCH_", "sbatch ", "salloc ", "docker ")
+HUNK = re.compile(r"^@@ \S+ \+(\d+),?(\d*) @@.*\n((?:[-+].*\n)*)", re.M)
+OPTION = re.compile("--[a-z-]+")
+
+
+def git_diff(*arguments):
+    command = ["git", "diff", "--no-index", "-w", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+
+
+def hold(path, shown, generated):
+    """Compare what a README shows with what was generated; with REWRITE_DOCS, write it there."""
+    text = path.read_text()
+    assert text.count(shown) == 1, shown
+    if "REWRITE_DOCS" in os.environ:
+        path.write_text(text.replace(shown, generated))
+    else:
+        assert shown == generated, "REWRITE_DOCS=1 python -m pytest tests/test_docs.py"
+
+
+def hunks(folder, diff, script):
+    """git's hunks as pairs of a mark and a text: a hunk of several marks is divided.
+
+    A line without a mark has the one of the nearest line above it. If the last line opens a block,
+    the line below it is shown as well, as -w hides that it is indented.
+    """
+    mark, place, of_line = None, "", []
+    for line in script:
+        mark = (marks(line, folder) or [mark])[0]
+        if line.startswith(("def ", "class ")):
+            place = f" {line.split('  #')[0]}"
+        of_line.append((mark, place if line.startswith(" ") else ""))
+    for first, length, body in HUNK.findall(diff):
+        removed = [line for line in body.splitlines() if line.startswith("-")]
+        added = range(int(first) - 1, int(first) - 1 + int(length or 1))
+        assert added, f"only removed: {removed}"
+        for mark, numbers in itertools.groupby(added, lambda number: of_line[number][0]):
+            numbers = list(numbers)
+            lines = [f"@@{of_line[numbers[0]][1]}", *removed]
+            lines += [f"+{script[number]}" for number in numbers]
+            removed = []
+            below = script[numbers[-1] + 1]
+            opens = lines[-1].split("  #")[0].endswith(":") and numbers[-1] == added[-1]
+            if opens and not below.lstrip().startswith("#"):
+                lines.append(f" {below}")
+            yield mark, re.sub(r"(\n\+)+\n$", "\n", "\n".join([*lines, ""]))
+
+
+@pytest.mark.parametrize("folder", SHOWN)
+def test_the_hunks_together_are_the_whole_diff(folder, tmp_path):
+    """A heading names one mark or several, as "DDP-1: join" or "DDP-2 to DDP-5: as in 04"."""
+    for name in (SHOWN[folder], folder):
+        (tmp_path / name).write_text(below_the_imports(name))
+    diff = git_diff("--unified=0", tmp_path / SHOWN[folder], tmp_path / folder)
+    generated = list(hunks(folder, diff, below_the_imports(folder).splitlines()))
+    readme = ROOT / folder / "README.md"
+    named = []
+    for heading, part in re.findall(
+            r"^### (.*?): .*\n((?:(?!### ).*\n)*)", sections(readme)[CHANGES], re.M):
+        family, numbers = heading.split("-")[0], list(map(int, re.findall(r"-(\d)", heading)))
+        numbers = range(numbers[0], numbers[-1] + 1) if " to " in heading else numbers
+        of_heading = [f"{family}-{number}" for number in numbers]
+        named += of_heading
+        (shown,) = blocks(part, "diff")
+        hold(readme, shown, "".join(hunk for mark, hunk in generated if mark in of_heading))
+        prose = re.sub(r"(?s)<details>.*?</details>|```diff.*?```", "", part)
+        assert prose.strip(), f"no sentence about {heading}"
+    assert sorted(named) == sorted({mark for mark, _ in generated})
+    # No page drops a line: counted in what git prints, without the code above
+    shown = "".join(blocks(sections(readme)[CHANGES], "diff"))
+    in_page, in_diff = [Counter(re.findall(r"^[-+].*\S.*", text, re.M))
+                        for text in (shown, diff[diff.index("@@ ") :])]
+    assert in_page == in_diff
+
+
+@pytest.mark.parametrize("patch", sorted(COPIES.glob("*.patch")), ids=label)
+def test_a_patch_is_shown_in_a_readme(patch):
+    """As test_copies.py, test_additions.py or test_own_script.py applies it and runs the result."""
+    comment = f"<!-- {label(patch)} -->\n\n"
+    (readme,) = [path for path in READMES if comment in path.read_text()]
+    shown = readme.read_text().split(comment)[1].split("\n```\n")[0]
+    text = patch.read_text()
+    hold(readme, comment + shown, f"{comment}```diff\n{text[text.index('@@ ') :].rstrip(chr(10))}")
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_number_of_added_lines(folder):
+    added = git_diff("--numstat", f"{FOLDERS[0]}/train.py", f"{folder}/train.py").split("\t")[0]
+    (row,) = re.findall(rf"^\| \[{folder}\].*", MAIN.read_text(), re.M)
+    hold(MAIN, row, re.sub(r"\d+ \|$", f"{added or 0} |", row))
+
+
+def test_what_else_the_pages_show_of_the_code():
+    """The batch script, the lines of DataParallel, and the steps of 05, which has no base."""
+    readme = ROOT / "07_slurm/README.md"
+    hold(readme, blocks(sections(readme)["Run"], "sh")[0], (ROOT / "07_slurm/run.sh").read_text())
+    (shown,) = blocks(sections(ROOT / "01_dataparallel/README.md")[CHANGES], "python")
+    assert textwrap.indent(shown, "    ") in (ROOT / "01_dataparallel/train.py").read_text()
+    folder = "05_model_parallel"
+    steps = list(rows(sections(ROOT / folder / "README.md")["Steps"]))
+    assert {row["mark"] for row in steps} == {
+        mark for line in code(folder) for mark in marks(line, folder)}
+    for row in steps:
+        assert row["line"].strip("`") in (ROOT / folder / "train.py").read_text(), row
+
+
+def test_every_mark_is_in_the_index():
+    text = sections(MAIN)["Read two scripts side by side"]
+    scripts = "".join(path.read_text() for path in ROOT.glob("*/*.py"))
+    listed = re.findall(r"(?:^-|·)\s+([A-Z]+-\d)\s", text, re.M)
+    assert sorted(listed) == sorted(set(re.findall(r"\b[A-Z]+-\d\b", scripts)))
+
+
+def test_the_predicted_seconds_per_all_reduce():
+    text = sections(ROOT / "tests/README.md")["Benchmark"]
+    exec(blocks(text, "python")[0], namespace := {})
+    seconds = namespace["all_reduce_seconds"]
+    assert seconds(1e9, 2, 8, 1) == pytest.approx(6)  # twice half of 4 GB, and two messages
+    assert seconds(9, 7, 5, 3, 2) == network.all_reduce_seconds(9, 7, 5, 3, 2)
+    for row in [row for row in rows(text) if "gradients" in row]:
+        gradients, size = (25.6e6, 4) if "float32" in row["gradients"] else (7e9, 2)
+        ranks = int(row["GPUs"].replace(",", ""))
+        for rate in (25, 100, 400):
+            time = seconds(gradients, ranks, rate, 20e-6, size)
+            assert row[f"{rate} Gbit/s"] == f"{time:.3g}", row
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_sections_the_plain_command_the_expected_output_and_what_is_copied(folder):
+    path = ROOT / folder / "README.md"
+    expected = ["Run", "Expected output", CHANGES, "Pitfalls", "Copy it"]
+    script = "train.py"
+    if folder.startswith("05"):
+        expected.remove(CHANGES)
+        script = "fsdp.py"
+    assert {*expected} <= sections(path).keys()
+    assert commands(path)[0].startswith(LAUNCHERS)
+    shown = blocks(sections(path)["Expected output"], "text")[0]
+    (line,) = [line for line in shown.splitlines() if not line.startswith("job ")]
+    epoch = EPOCH.fullmatch(line).groupdict()
+    assert epoch["epoch"] == "1" and float(epoch["accuracy"]) >= 0.99
+    # The speed is that of MNIST's 60,000 images, within the rounded seconds
+    seconds, speed = float(epoch["seconds"]), float(epoch["speed"])
+    assert abs(seconds * speed - 60_000) <= 0.05 * speed + seconds
+    (copied,) = [command.split()[2:-1] for command in commands(path) if command.startswith("cp -r")]
+    own = {folder} if folder.startswith("08") else {f"{folder}/run.sh", f"{folder}/{script}"}
+    assert {*own, "common", "requirements.txt"} <= set(copied)
+
+
+@pytest.mark.parametrize("path", READMES, ids=label)
+def test_links_files_and_releases_exist(path):
+    text = path.read_text()
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
+        if target.startswith("https://"):
+            continue
+        target = (path.parent / target) if target else path
+        assert target.exists(), target
+        if anchor:
+            readme = target / "README.md" if target.is_dir() else target
+            headings = re.findall(r"^#+ (.*)", readme.read_text(), re.M)
+            anchors = [re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in headings]
+            assert anchor in anchors, anchor
+    for name in re.findall(r"\b(?:0\d_\w+|common|tests)/[\w/]+\.\w+", text):
+        assert (ROOT / name).exists(), name
+    required = (ROOT / "requirements.txt").read_text().split()
+    assert set(re.findall(r"torch\w*==[\d.]+", text)) <= set(required)
+
+
+def test_each_promise_names_a_test():
+    for row in rows(sections(ROOT / "tests/README.md")["Promises"]):
+        names = re.findall(r"`([\w/]+\.py)::(\w+)`", row["test"])
+        assert names, row
+        for file, name in names:
+            assert f"def {name}(" in (ROOT / "tests" / file).read_text(), f"{file}::{name}"
+
+
+def help_of(folder, monkeypatch, capsys):
+    """The default of each option, from --help, on a machine with two GPUs."""
+    monkeypatch.setenv("COLUMNS", "500")
+    with pytest.raises(SystemExit) as end:
+        parse(monkeypatch, ROOT / folder / "train.py", "--help", gpus=2, RANK=0, LOCAL_RANK=0)
+    assert not end.value.code
+    lines = re.split(r"\n *(?=-)", capsys.readouterr().out.split("options:")[1])[2:]
+    return {OPTION.search(line)[0]: re.search(r"\(default: (.*)\)", line)[1] for line in lines}
+
+
+def is_listed(folder, text):
+    """Is a folder one of "all", "02 to 04, 06", "not in 05"?"""
+    spans = re.findall(r"(\d\d)(?: to (\d\d))?", text)
+    found = any(first <= folder[:2] <= (last or first) for first, last in spans)
+    return text == "all" or found != text.startswith("not ")
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_help_and_the_readmes_name_the_same_options(folder, monkeypatch, capsys):
+    defaults = help_of(folder, monkeypatch, capsys)
+    readme = ROOT / folder / "README.md"
+    listed, absent = {}, set()
+    common = sections(ROOT / FOLDERS[0] / "README.md")["Options"]
+    for row in rows(common + sections(readme)["Run"]):
+        if "option" in row and "default" in row:
+            names = OPTION.findall(row["option"])
+            values = row["default"].replace("`", "").split(";")[0].replace("off", "False")
+            if is_listed(folder, row.get("in", "all")):
+                listed |= zip(names, values.split(", "), strict=True)
+            else:
+                absent.update(names)
+    if folder.startswith("05"):
+        del listed["--device"]  # its README names --devices
+    assert len(listed) >= 6 and listed.items() <= defaults.items()
+    assert not absent & defaults.keys()
+    assert defaults.keys() - listed.keys() <= set(OPTION.findall(readme.read_text()))
+
+
+def test_the_defaults_of_torchrun():
+    parser = get_args_parser()
+    for row in rows(sections(ROOT / "04_ddp_torchrun/README.md")["torchrun's options"]):
+        values = row["default"].replace("`", "").split(", ")
+        for name, value in zip(OPTION.findall(row["option"]), values, strict=True):
+            (action,) = [each for each in parser._actions if name in each.option_strings]
+            assert action.default in (None, "", False) or str(action.default) == value, name
