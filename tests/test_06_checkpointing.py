@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import itertools
 import math
 import os
@@ -11,6 +12,7 @@ import shutil
 import signal
 import textwrap
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -306,6 +308,10 @@ def script(project, tmp_path, monkeypatch):
         try:
             script.main()
             assert not dist.is_initialized()
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # the model must not outlive the group
+            gc.collect()
+            raise
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
