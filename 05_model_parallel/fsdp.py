@@ -166,6 +166,7 @@ def train(args):
         raise ValueError("the copies of the model differ: draw weights with torch's numbers only")
     if rank == 0:
         print(f"{parameters} parameters, bytes per rank: {ranks[:, 0].long().tolist()}", flush=True)
+    torch.manual_seed(args.seed + rank)  # MP-4: different augmentation per rank
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -253,6 +254,7 @@ def evaluate(model, test_loader, device):
         if stop_asked():  # MP-5: all ranks have the same number of batches
             return None
         correct.append(model(images.to(device)).argmax(1) == labels.to(device))
+    model.reshard()  # MP-1: after a forward alone the root's own layers stay whole
     correct = torch.cat(correct)
     correct = gather_in_order(correct, len(test_loader.dataset))  # from all ranks
     return correct.sum().item() / len(correct)

@@ -115,6 +115,16 @@ def test_it_takes_the_steps_of_one_device(project, alone, tmp_path):
         assert distance(project / f"{name}.pt", project / f"alone-{name}.pt") < 1e-12
 
 
+def test_an_epoch_that_is_not_better_puts_the_weights_back(project, alone, tmp_path):
+    """Here the second, as the score is the epoch: best.pt is that of the first."""
+    project = shutil.copytree(project, tmp_path / "project")
+    score = "score = evaluate(model, test_loader, device)"
+    edit(project, "fsdp.py", (score, f"{score} and epoch"))
+    trained(project, 2, "--epochs", 2)
+    assert distance(project / "last.pt", project / "alone-last.pt") < 1e-12
+    assert distance(project / "best.pt", project / "alone-best.pt") > 0
+
+
 def test_it_resumes_on_any_number_of_ranks_with_each_line_once(project, alone, tmp_path):
     """On two ranks bit by bit; stopped after three steps of the second epoch."""
     project = shutil.copytree(project, tmp_path / "project")
