@@ -347,6 +347,8 @@ def test_fsdp_computes_and_communicates_as_its_options_say(options, dtype, times
          ("            nn.utils.clip_", "            note('seed', torch.initial_seed())\n"
           "            nn.utils.clip_"),
          ("    # 5.", "    note(train_loader.worker_init_fn.__name__)\n    # 5."),
+         ("        if score is None", "        note({type(each).__name__ for each in "
+          "model.parameters()} == {'DTensor'})\n        if score is None"),
          ("    dist.destroy", "    note(*map(signal.getsignal, (1, 2, 15)))\n"
           "    print(*SEEN.items(), sep='\\n')\n    dist.destroy"))
     given = [*SMALL, "--epochs", 2, "--batch-size", 45, "--accumulate", 3, "--data-dir", "common"]
@@ -355,7 +357,7 @@ def test_fsdp_computes_and_communicates_as_its_options_say(options, dtype, times
     ignored = ", ".join(map(repr, [signal.SIG_IGN] * 3))
     for seen in (f"('block', {dtype}, {dtype}), {2 * 2 * 14 * times}",
                  f"('loss', torch.float32), {2 * 14}", f"('averaged in bfloat16', False), {2 * 5}",
-                 "('ignore_stop_signals',), 1", f"({ignored}), 1"):
+                 "('ignore_stop_signals',), 1", "(True,), 2", f"({ignored}), 1"):
         assert result.output.count(f"({seen})\n") == 2, seen
     seeds = re.findall(r"'seed', (\d+)\), 1\)", result.output)
     assert len({*seeds}) == len(seeds) == 2 * 2 * 5  # one per rank and step
