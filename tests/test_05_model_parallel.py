@@ -136,7 +136,8 @@ def check_steps(result, project, script, cwd, epochs=(1, 2)):
     lines = [line for line in result.output.splitlines() if line.startswith("epoch ")]
     expected = [alone(project, script)[epoch - 1] for epoch in epochs]
     assert lines[-len(epochs):] == expected, result
-    assert distance(cwd / "mnist.pt", project / f"{script}.pt") < 1e-12
+    rounded = torch.__version__.startswith("2.8.") and script in SCRIPTS[2:]  # sharded: at clipping
+    assert distance(cwd / "mnist.pt", project / f"{script}.pt") < (1e-6 if rounded else 1e-12)
 
 
 @pytest.mark.parametrize(("script", "nproc", "options", "schedule"), [

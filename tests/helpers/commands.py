@@ -21,6 +21,8 @@ WITNESS = {"PYTHONPATH": str(SITECUSTOMIZE.parent)}  # makes Python read it at i
 EPOCH = r"epoch (?P<epoch>\d+)/(?P<epochs>\d+)  loss (?P<loss>\d+\.\d{4}|nan)  "
 EPOCH += r"accuracy (?P<accuracy>[01]\.\d{4})  (?P<seconds>\d+\.\d) s  (?P<speed>\d+) images/s"
 EPOCH = re.compile(EPOCH)
+GLOO = r"^(?:\[Gloo\] Rank |is connected to |peer ranks\. |\d| |"  # torch 2.8 prints it, in pieces
+GLOO = re.compile(GLOO + r"Expected number of connected peer ranks is : )*\n", re.M)
 
 STANDALONE = ["torchrun", "--standalone", "--local-addr=127.0.0.1"]
 GIVEN_PORTS = set()  # by free_port()
@@ -44,7 +46,7 @@ class Result:
 
     def __init__(self, command, code, output, errors):
         self.command, self.code, self.errors = command, code, errors
-        self.output = re.sub(r"^\[Gloo\] Rank .*\n", "", output, flags=re.M)  # torch 2.8 prints it
+        self.output = GLOO.sub("", output) if "peer ranks" in output else output
 
     def __repr__(self):
         command = " ".join(map(str, self.command))
