@@ -25,7 +25,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from helpers.paths import ROOT
+from helpers.projects import IGNORED
+
 MARK = re.compile(r"# .*\b(?:DP|DDP|MP|CKPT|SLURM)-\d")
 DEFINES = re.compile(r'\s*(#|"""|(def|class|import|from|LAUNCHER)\b)')
 LIMIT = 300  # seconds for the tests of one fault; a fault that makes them hang is noticed, too
@@ -68,8 +70,7 @@ def survives(fault):
     description, script, old, new, tests, _ = fault
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(
-            ".git", ".venv", "*cache*", "data", "*.pt"))
+        shutil.copytree(ROOT, copy, ignore=IGNORED)
         text = (copy / script).read_text()
         if text.count(old) != 1:
             raise ValueError(f"{description}: {script} has {text.count(old)} times {old!r}")

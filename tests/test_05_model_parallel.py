@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from helpers.checks import check_trained, distance, equal
+from helpers.checks import check_trained, distance, equal, rate_factor
 from helpers.commands import WITNESS, run
 from helpers.paths import ROOT
 from helpers.projects import copy_project, edit, fewer_digits, without_batch_norm
@@ -101,9 +101,7 @@ def alone(project, script):
         total_steps = 2 * len(batches)
         for step, batch in enumerate(batches):
             done = step * 56 / 360 if script == "fsdp.py" else step / len(batches)
-            progress = (epoch - 1 + done) / 2
-            warmup = (progress * total_steps + 1) / (0.4 * total_steps + 1)
-            factor = min(warmup, (1 - progress) / 0.6)
+            factor = rate_factor(total_steps * (epoch - 1 + done) / 2, total_steps)
             optimizer.param_groups[0]["lr"] = 0.01 * (56 / 256) ** 0.5 * factor
             scores = model(images[batch])
             loss = nn.functional.cross_entropy(scores, labels[batch], label_smoothing=0.1)

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import gc
 import itertools
 import math
 import os
@@ -12,19 +11,18 @@ import shutil
 import signal
 import textwrap
 import time
-import traceback
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.checks import bits, check_trained, equal, launch
+from helpers.checks import bits, check_trained, equal, launch, rate_factor
 from helpers.commands import WITNESS
 from helpers.paths import ROOT
 from helpers.projects import copy_project, edit
 from helpers.ranks import run_ranks
 from helpers.readmes import blocks, sections
-from helpers.scripts import load_script, parse, rejected
+from helpers.scripts import load_script, parse, rejected, run_main
 
 FOLDER = ROOT / "06_checkpointing"
 
@@ -144,10 +142,6 @@ def test_a_copy_with_its_own_state_and_augmentation_resumes(project, tmp_path):
     assert equal(*[folder / "best.pt" for folder in folders])
 
 
-def linear(step, total_steps):
-    return min((step + 1) / (0.4 * total_steps + 1), (1 - step / total_steps) / 0.6)
-
-
 def cosine(step, total_steps):
     warmup = total_steps // 10
     if step < warmup:
@@ -188,7 +182,7 @@ def gradients_on_one_device(net, points, step, ranks, batch, seed):
     return losses
 
 
-@pytest.mark.parametrize("factor", [linear, cosine])
+@pytest.mark.parametrize("factor", [rate_factor, cosine], ids=["linear", "cosine"])
 def test_each_option_may_change_and_the_rate_follows_the_progress(
         factor, project, tmp_path, monkeypatch):
     """Stopped on two processes, finished on one, extended, resumed on three with other options.
@@ -305,16 +299,7 @@ def script(project, tmp_path, monkeypatch):
 
     def alone(*options):
         parse(monkeypatch, project / "train.py", *options, RANK=0, LOCAL_RANK=0)
-        try:
-            script.main()
-            assert not dist.is_initialized()
-        except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # the model must not outlive the group
-            gc.collect()
-            raise
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        run_main(script)
 
     script.alone = alone
     return script

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from helpers.checks import check_warnings, equal
+from helpers.checks import check_warnings, equal, rate_factor
 from helpers.paths import ROOT
 from helpers.projects import apply, copy_project, edit
 from helpers.ranks import run_ranks
@@ -54,7 +54,7 @@ def alone(project, peak):
             images, texts, scale = net(pairs["images"][rows].double(), pairs["tokens"][rows])
             scores = scale * images @ texts.T
             loss = -(scores.log_softmax(0) + scores.log_softmax(1)).diag().mean() / 2
-            factor = min((step + 1) / (0.4 * steps + 1), (steps - step) / (0.6 * steps))
+            factor = rate_factor(step, steps)
             gradients = torch.autograd.grad(loss, list(net.parameters()))
             for parameter, gradient in zip(net.parameters(), gradients, strict=True):
                 parameter.data -= factor * peak * gradient

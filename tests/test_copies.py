@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import re
 import shutil
 
@@ -11,7 +10,7 @@ import torch
 from helpers.checks import bits, distance, equal
 from helpers.commands import WITNESS
 from helpers.paths import ROOT
-from helpers.projects import apply, copy_project, edit
+from helpers.projects import apply, copy_project, edit, write_lines
 from helpers.ranks import run_ranks
 from helpers.scripts import declare_torchvision_operators, load_script
 
@@ -112,12 +111,7 @@ def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("language") / "my project"
     project = copy_project(folder, ROOT / "06_checkpointing/train.py")
     apply(project, "06_language_model.patch")
-    words = "the a small large model step rank node trains reads keeps gradient of with".split()
-    numbers = random.Random(0)
-    lines = [" ".join(numbers.choices(words, k=numbers.randint(1, 8))) for _ in range(LINES + 31)]
-    lines = [f"{number} {line}" for number, line in enumerate(lines)]
-    (project / "train.txt").write_text("\n".join(lines[:LINES]))
-    (project / "test.txt").write_text("\n".join(lines[LINES:]))
+    write_lines(project, LINES)
     return project
 
 

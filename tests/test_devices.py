@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.commands import free_port
 from helpers.paths import DIGITS, FOLDERS, ROOT, label
-from helpers.scripts import load_script, parse
+from helpers.scripts import load_script, parse, run_main
 
 SCRIPTS = [path for path in sorted(ROOT.glob("0*/*.py")) if not path.parent.match("01*")]
 RANK = {"RANK": 2, "LOCAL_RANK": 1, "WORLD_SIZE": 5, "LOCAL_WORLD_SIZE": 2}  # on the second node
@@ -101,7 +101,7 @@ def run_alone(monkeypatch, tmp_path):
         few = [torch.utils.data.Subset(part, range(100)) for part in script.load_mnist(DIGITS)]
         monkeypatch.setattr(script, "load_mnist", lambda root: few)
         monkeypatch.setattr("torch.multiprocessing.spawn", lambda run, args, _: run(0, *args))
-        script.main()
+        run_main(script)
         return seen
 
     seen = []
@@ -110,8 +110,6 @@ def run_alone(monkeypatch, tmp_path):
     hook = torch.nn.modules.module.register_module_forward_hook(forward)
     yield run
     hook.remove()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("folder", FOLDERS[:4])

@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import re
 import shutil
 import signal
@@ -10,10 +9,10 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers.checks import distance, equal
+from helpers.checks import distance, equal, rate_factor
 from helpers.commands import WITNESS
 from helpers.paths import ROOT
-from helpers.projects import apply, copy_project, edit
+from helpers.projects import apply, copy_project, edit, write_lines
 from helpers.ranks import run_ranks
 from helpers.scripts import load_script
 
@@ -39,11 +38,7 @@ def project(tmp_path_factory):
     edit(project, "fsdp.py", ('(batch["tokens"]).float()', '(batch["tokens"])'), ("AdamW(", "SGD("),
          ("EMA_DECAY = 1.0, 0.99", "EMA_DECAY = 1e9, 0.8"), (clip, NOTE + clip),
          ("    train(", "    torch.set_default_dtype(torch.float64)\n    train("))
-    words = "the a small large model step rank node trains reads keeps gradient of with".split()
-    numbers = random.Random(0)
-    lines = [f"{n} {' '.join(numbers.choices(words, k=numbers.randint(1, 8)))}" for n in range(175)]
-    (project / "train.txt").write_text("\n".join(lines[:LINES]))
-    (project / "test.txt").write_text("\n".join(lines[LINES:]))
+    write_lines(project, LINES)
     return project
 
 
@@ -86,8 +81,7 @@ def alone(project):
         for first in range(0, LINES, STEP):
             progress = (epoch - 1 + first / LINES) / 2
             for group in optimizer.param_groups:
-                group["lr"] = peak * min((progress * total_steps + 1) / (0.4 * total_steps + 1),
-                                         (1 - progress) / 0.6)
+                group["lr"] = peak * rate_factor(progress * total_steps, total_steps)
             mean_loss([train_set[n] for n in order[first : first + STEP]]).backward()
             optimizer.step()
             optimizer.zero_grad()

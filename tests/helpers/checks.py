@@ -15,6 +15,11 @@ EXACT = ["--batch-size", 50, "--seed", 3]  # no rank's images can be split equal
 VERY_FEW = 60  # different digits, each at nine positions
 
 
+def rate_factor(step, total_steps):
+    """What the scripts multiply the peak learning rate by, in a formula of the tests' own."""
+    return min((step + 1) / (0.4 * total_steps + 1), (1 - step / total_steps) / 0.6)
+
+
 def bare_accuracy(weights):
     """The accuracy of saved weights, image by image, without the code of the scripts."""
     from common.data import load_mnist  # here: a rank imports this file, then a copy's common/
@@ -130,9 +135,8 @@ def plain_training(ranks, epochs, shuffle):
                 (loss / ranks).backward()
                 losses += [loss.item()] * len(labels)
             torch.nn.utils.clip_grad_norm_(net.parameters(), 0.7)
-            rising, falling = (step + 1) / (0.4 * steps + 1), (steps - step) / (0.6 * steps)
-            factor = rising if step < 0.4 * steps else falling
-            optimizer.param_groups[0]["lr"] = factor * 0.6 * math.sqrt(50 * ranks / 256)
+            peak = 0.6 * math.sqrt(50 * ranks / 256)
+            optimizer.param_groups[0]["lr"] = peak * rate_factor(step, steps)
             optimizer.step()
             step += 1
         net.eval()

@@ -1,6 +1,7 @@
 """Copies of scripts and of the repository, with few digits, and changes in them."""
 
 import os
+import random
 import shutil
 import subprocess
 
@@ -37,6 +38,16 @@ def apply(project, patch):
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(project.parent)}
     done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{patch} does not fit:\n{done.stderr}"
+
+
+def write_lines(project, train, test=31):
+    """Write lines of text that differ, of several lengths, for the language models of copies/."""
+    words = "the a small large model step rank node trains reads keeps gradient of with".split()
+    numbers = random.Random(0)
+    lines = [f"{number} {' '.join(numbers.choices(words, k=numbers.randint(1, 8)))}"
+             for number in range(train + test)]
+    (project / "train.txt").write_text("\n".join(lines[:train]))
+    (project / "test.txt").write_text("\n".join(lines[train:]))
 
 
 def edit(project, file, *changes):

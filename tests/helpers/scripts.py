@@ -1,12 +1,15 @@
 """Call a script's functions: its options, and what it defines."""
 
 import contextlib
+import gc
 import importlib.util
 import os
 import runpy
 import sys
+import traceback
 
 import pytest
+import torch.distributed as dist
 
 from helpers.commands import SITECUSTOMIZE, clean_environment
 
@@ -18,6 +21,24 @@ def load_script(path):
     with contextlib.redirect_stderr(sys.__stderr__):  # a file, which faulthandler needs
         spec.loader.exec_module(module)
     return module
+
+
+def run_main(script):
+    """Call a script's main() in this process, which joins a process group.
+
+    If it raises, the exception keeps the model alive. The model must not outlive the group, whose
+    destructor could then wait for its threads forever.
+    """
+    try:
+        script.main()
+        assert not dist.is_initialized()
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def declare_torchvision_operators():

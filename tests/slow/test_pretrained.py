@@ -12,8 +12,6 @@ from helpers.scripts import load_script
 
 pytestmark = pytest.mark.slow
 BEFORE = """
-    from pathlib import Path
-
     def kilobytes(field):
         return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
