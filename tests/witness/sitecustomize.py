@@ -1,6 +1,6 @@
 """Python reads this file at its start if tests put its folder on PYTHONPATH.
 
-It records each rank's share of the loss and who saves, makes one rank fail, sends it a signal,
+It records which ranks add their losses and who saves, makes one rank fail, sends it a signal,
 counts Gloo's threads at the exit, chooses what compiles a model, or declares what torchvision
 needs: the scripts have no code for tests only.
 """
@@ -21,7 +21,7 @@ if "WITNESS" in os.environ:
         if str(dist.get_rank()) == os.environ.get("FAULTY_RANK"):
             raise RuntimeError("planted by the test")
         if tensor.shape == (2,) and tensor.dtype == torch.float64:  # sum of the losses, images
-            witness("{!r} {!r}".format(*tensor.tolist()))
+            witness("adds")
         return real_all_reduce(tensor, *args, **kwargs)
 
     def save(content, *args, **kwargs):
