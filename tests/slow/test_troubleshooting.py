@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -95,18 +96,55 @@ def slowly(batch):
     return batch
 
 
-def a_worker_gets_sigterm(rank):
-    def rest(init):
+def a_worker_gets_a_signal(rank):
+    def rest(number, init=None):
         options = {"num_workers": 1, "multiprocessing_context": "fork", "collate_fn": slowly}
         loader = iter(DataLoader([0, 1], 1, worker_init_fn=init, **options))
         next(loader)
-        os.kill(loader._workers[0].pid, signal.SIGTERM)
+        os.kill(loader._workers[0].pid, number)
         return len(list(loader))
 
     symptom = r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)"
-    with pytest.raises(RuntimeError, match=symptom):
-        rest(None)
-    assert rest(lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN)) == 1
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with pytest.raises(RuntimeError, match=symptom):
+            rest(number)
+    assert rest(signal.SIGTERM, lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN)) == 1
+
+
+def no_process_group(rank):
+    dist.destroy_process_group()
+    for early in (dist.barrier, lambda: DDP(nn.Linear(1, 1)), lambda: DistributedSampler([1])):
+        with pytest.raises(ValueError, match="Default process group has not been initialized"):
+            early()
+
+
+def no_launcher(rank):
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match="environment variable RANK expected, but not set"):
+        dist.init_process_group("gloo")
+
+
+def the_wrapper_was_saved(rank):
+    net = nn.Sequential(nn.Linear(1, 1))
+    state = DDP(net).state_dict()
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\).*"0(?s:.*)Unexpected key\(s\)'):
+        net.load_state_dict(state)
+    nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
+    net.load_state_dict(state)
+
+
+def another_rank_has_ended(rank):
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(RuntimeError, match="Connection (closed|reset) by peer"):
+        for _ in range(100):
+            dist.all_reduce(torch.ones(1))
+
+
+def the_port_is_in_use(rank):
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        with pytest.raises(dist.DistNetworkError, match="EADDRINUSE.*address already in use"):
+            dist.TCPStore("127.0.0.1", other.getsockname()[1], is_master=True)
 
 
 HERE = {  # the first words of a symptom: what shows it
@@ -117,7 +155,12 @@ HERE = {  # the first words of a symptom: what shows it
     "`Expected to mark": activation_checkpointing,
     "`sampler option": a_sampler_and_shuffle,
     "gradients take twice": gradients_are_copies_of_buckets,
-    "`DataLoader worker": a_worker_gets_sigterm,
+    "`DataLoader worker": a_worker_gets_a_signal,
+    "`Default process group has not": no_process_group,
+    "`KeyError: 'RANK'`": no_launcher,
+    "`Missing key(s) in": the_wrapper_was_saved,
+    "`Connection reset by peer`": another_rank_has_ended,
+    "`EADDRINUSE`": the_port_is_in_use,
 }
 
 
