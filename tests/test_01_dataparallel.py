@@ -1,12 +1,11 @@
-"""01: one process; and what the options of 01 to 04 have in common."""
+"""01: one process, and DataParallel where it has several GPUs."""
 
-import os
 
 import pytest
 import torch
 from helpers.checks import EXACT, check_as_one_process, launch
 from helpers.paths import DIGITS, ROOT
-from helpers.scripts import load_script, parse, rejected
+from helpers.scripts import load_script, parse
 
 SCRIPT = ROOT / "01_dataparallel/train.py"
 
@@ -15,27 +14,6 @@ def test_trains_evaluates_and_saves(exact, tmp_path):
     options = [*EXACT, "--epochs", 2]
     result = launch(exact, "01_dataparallel", *options, cwd=tmp_path, OMP_NUM_THREADS="1")
     check_as_one_process(result, tmp_path, ranks=1, shuffle=True)
-
-
-@pytest.mark.parametrize(("folder", "writes", "does_not"), [
-    ("01_dataparallel", ([], {}), None),
-    ("02_ddp_spawn", ([], {}), None),
-    ("03_ddp_multinode_spawn", (["-n", 2], {}), (["-n", 2, "-i", 1], {})),
-    ("04_ddp_torchrun", ([], {"RANK": 0}), ([], {"RANK": 1})),
-])
-def test_who_saves_needs_the_folder_of_its_output(folder, writes, does_not, monkeypatch, capsys):
-    """The other nodes may have no such folder."""
-    script, missing = ROOT / folder / "train.py", ["--output", "no/such/folder/mnist.pt"]
-    options, settings = writes
-    error = rejected(monkeypatch, capsys, script, *missing, *options, **settings)
-    assert error == "no/such/folder is not a writable folder"
-    with monkeypatch.context() as patch:  # a folder that others own, or on a read-only disk
-        patch.setattr("os.access", lambda folder, mode: mode != os.W_OK)
-        error = rejected(patch, capsys, script, *options, **settings)
-        assert error == ". is not a writable folder"
-    if does_not:
-        options, settings = does_not
-        parse(monkeypatch, script, *missing, *options, **settings)
 
 
 class Split(torch.nn.Module):

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import socket
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +14,7 @@ from helpers.commands import WITNESS, Running, processes, wait_for, wait_until
 from helpers.paths import ROOT
 from helpers.projects import copy_project, edit, fewer_digits, splittable, trained
 from helpers.ranks import run_ranks
-from helpers.scripts import load_script, rejected
+from helpers.scripts import load_script
 
 FOLDER = ROOT / "04_ddp_torchrun"
 DATA = ["--data-dir", "common"]
@@ -25,12 +24,6 @@ def test_both_ranks_train_evaluate_and_save(exact, tmp_path):
     options = [*EXACT, "--epochs", 2]
     result = launch(exact, "04_ddp_torchrun", *options, cwd=tmp_path, NPROC="2")
     check_as_one_process(result, tmp_path, ranks=2)
-
-
-@pytest.mark.parametrize("script", ["train.py", "selftest.py"])
-def test_needs_torchrun(script, monkeypatch, capsys):
-    error = rejected(monkeypatch, capsys, FOLDER / script)
-    assert error == "start it with torchrun, as the first lines of this file show"
 
 
 def test_a_copy_trains_three_ranks_with_a_remainder(tmp_path):
@@ -109,14 +102,17 @@ def test_sigusr1_prints_where_every_rank_is(tmp_path):
         job.kill_all()
 
 
+def run_selftest(folder, **settings):
+    settings = {"WITNESS": os.devnull, **WITNESS, **settings}
+    return run_ranks(FOLDER / "selftest.py", 2, cwd=folder, **settings)
+
+
 def test_selftest_passes(tmp_path):
-    result = run_ranks(FOLDER / "selftest.py", 2, cwd=tmp_path)
-    assert result.code == 0, result
-    lines = result.output.splitlines()
-    for rank in range(2):
-        assert len([line for line in lines if line.startswith(f"rank {rank} on ")]) == 1, result
-    assert len([line for line in lines if line.startswith("all_reduce ")]) == 3, result
-    assert lines[-1] == f"OK: all checks passed on 2 ranks on {socket.gethostname()}"
+    result = run_selftest(tmp_path)
+    lines = re.findall(r"^(rank \d on|all_reduce|OK: all checks passed on 2 ranks on) ",
+                       result.output, re.M)
+    assert result.code == 0 and sorted(lines[:2]) == ["rank 0 on", "rank 1 on"], result
+    assert lines[2:] == ["all_reduce"] * 3 + ["OK: all checks passed on 2 ranks on"], result
 
 
 @pytest.mark.parametrize(("settings", "check", "error"), [
@@ -124,50 +120,39 @@ def test_selftest_passes(tmp_path):
     ({"GLOO_SOCKET_IFNAME": "nosuch0"}, "join", ""),
 ])
 def test_selftest_names_the_rank_and_the_check_that_failed(settings, check, error, tmp_path):
-    settings = {"WITNESS": os.devnull, **WITNESS, **settings}
-    result = run_ranks(FOLDER / "selftest.py", 2, cwd=tmp_path, **settings)
+    result = run_selftest(tmp_path, **settings)
     assert result.code == 1, result
     failed = [line for line in result.output.splitlines() if line.startswith("FAILED: ")]
     assert all(line.startswith(f"FAILED: {check}: rank ") for line in failed), result
     assert f"FAILED: {check}: rank 1 on {socket.gethostname()}: {error}" in result.output, result
 
 
-@pytest.fixture
-def selftest(monkeypatch):
-    """selftest.py, in which a check that fails raises the exit code."""
-    monkeypatch.setattr("os._exit", mock.Mock(side_effect=SystemExit))
-    monkeypatch.setattr("threading.Timer", mock.Mock())
-    return load_script(FOLDER / "selftest.py")
+def test_selftest_notices_wrong_numbers_and_hangs_and_reports_the_bandwidth(monkeypatch, capsys):
+    """A check that fails raises the exit code here, and 4 ranks take half a second to reduce."""
+    times = iter(0.5 * n for n in range(100))
+    monkeypatch.setattr("os._exit", end := mock.Mock(side_effect=SystemExit))
+    monkeypatch.setattr("threading.Timer", timer := mock.Mock())
+    selftest = load_script(FOLDER / "selftest.py")
+    for result, wrong in ((1.5, "0.5"), (0.5, "0.5"), (float("nan"), "nan")):
+        with pytest.raises(SystemExit):
+            selftest.run_check("sum", "rank 1", 60, lambda: (torch.tensor(result), torch.ones(1)))  # noqa: B023
+        assert capsys.readouterr().out == f"FAILED: sum: rank 1: wrong by {wrong}\n"
+    assert end.call_args_list == [mock.call(1)] * 3
 
-
-@pytest.mark.parametrize(("result", "reason"), [
-    (1.5, "wrong by 0.5"), (0.5, "wrong by 0.5"), (float("nan"), "wrong by nan"),
-])
-def test_selftest_notices_a_wrong_number(result, reason, selftest, capsys):
-    with pytest.raises(SystemExit):
-        selftest.run_check("sum", "rank 1", 60, lambda: (torch.tensor(result), torch.ones(1)))
-    assert capsys.readouterr().out == f"FAILED: sum: rank 1: {reason}\n"
-    selftest.os._exit.assert_called_once_with(1)
-
-
-def test_selftest_reports_a_hang_before_the_process_group_ends_it(selftest, monkeypatch):
-    monkeypatch.setattr("torch.distributed.init_process_group", mock.Mock(side_effect=SystemExit))
+    # The timer prints FAILED before the process group's own limit ends the process
+    monkeypatch.setattr("torch.distributed.init_process_group", join := mock.Mock(side_effect=end))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "0")
     with pytest.raises(SystemExit):
         selftest.selftest(mock.Mock(device="cpu", timeout=60))
-    (seconds, _, _), _ = selftest.threading.Timer.call_args
-    selftest.threading.Timer().start.assert_called_once_with()
-    limit = selftest.dist.init_process_group.call_args.kwargs["timeout"]
-    assert timedelta(seconds=60) <= timedelta(seconds=seconds) < limit
+    (seconds, _, _), _ = timer.call_args
+    assert timer().start.called
+    assert 60 <= seconds < join.call_args.kwargs["timeout"].total_seconds()
 
-
-def test_selftest_reports_the_bus_bandwidth(selftest, monkeypatch, capsys):
-    """As nccl-tests define it: 4 ranks, half a second for each all_reduce."""
-    times = iter(0.5 * n for n in range(100))
+    # The bus bandwidth, as nccl-tests define it
     monkeypatch.setattr(selftest, "dist", mock.Mock())
     monkeypatch.setattr(selftest, "time", mock.Mock(perf_counter=lambda: next(times)))
-    selftest.report_bandwidth(0, 4, torch.device("cpu"))
+    for rank in (1, 0):
+        assert "MiB" not in capsys.readouterr().out
+        selftest.report_bandwidth(rank, 4, torch.device("cpu"))
     assert "64 MiB    500.00 ms     0.20 GB/s\n" in capsys.readouterr().out
-    selftest.report_bandwidth(1, 4, torch.device("cpu"))
-    assert capsys.readouterr().out == ""

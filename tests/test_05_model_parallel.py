@@ -7,12 +7,12 @@ import signal
 
 import pytest
 import torch
-from helpers.checks import check_trained, distance, equal, rate_factor
-from helpers.commands import WITNESS, run
+from helpers.checks import check_trained, distance, equal, launch, rate_factor
+from helpers.commands import WITNESS
 from helpers.paths import ROOT
 from helpers.projects import copy_project, edit, fewer_digits, without_batch_norm
 from helpers.ranks import run_ranks
-from helpers.scripts import load_script, parse, rejected
+from helpers.scripts import load_script, parse
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,30 +25,24 @@ def transformer(width, depth):
     return load_script(FOLDER / "fsdp.py").VisionTransformer(width, depth)
 
 
-@pytest.mark.parametrize(("script", "options"), [
-    ("train.py", ["--batch-size", 30, "--chunks", 3]),
-    ("pipeline.py", ["--batch-size", 60, "--chunks", 3]),
-    ("tensor_parallel.py", ["--batch-size", 60]),
-    ("fsdp.py", ["--batch-size", 30]),
-], ids=SCRIPTS)
-def test_trains_evaluates_and_saves(script, options, repository, tmp_path):
-    folder, witness = repository / "05_model_parallel", tmp_path / "witness"
-    options = ["--epochs", 2, "--data-dir", repository / "common", *options]
-    settings = {**WITNESS, "WITNESS": str(witness)}
-    if script == "fsdp.py":
-        command = ["bash", folder / "run.sh", *options]
-        result = run(command, tmp_path, SCRIPT=script, NPROC="2", **settings)
-    else:
-        result = run_ranks(folder / script, 2, *options, cwd=tmp_path, **settings)
-    assert result.code == 0 and result.errors == "", result
-    assert set(re.findall("(.) 2 saves", witness.read_text())) == {"0"}
-    if script == "train.py":
-        check_trained(result, tmp_path, epochs=2, at_least=0.5)
-    if script == "pipeline.py":
-        check_trained(result, tmp_path, epochs=2, ranks=1, at_least=0.5)
-        state = torch.load(tmp_path / "mnist.pt", weights_only=True)
-        counts = [state[f"layer{n}.1.num_batches_tracked"] for n in (1, 2)]
-        assert counts == [2 * 21 * 3] * 2  # micro-batches: no trial run counts
+def test_run_sh_trains_evaluates_and_saves(repository, tmp_path):
+    options = ["--epochs", 2, "--batch-size", 30, "--chunks", 3]
+    result = launch(repository, "05_model_parallel", *options, cwd=tmp_path, NPROC="2")
+    check_trained(result, tmp_path, epochs=2, at_least=0.5)
+    (fsdp := tmp_path / "fsdp").mkdir()
+    result = launch(repository, "05_model_parallel", cwd=fsdp, SCRIPT="fsdp.py", NPROC="2")
+    assert result.code == 0 and result.errors == "" and len(result.epochs()) == 3, result
+
+
+def test_no_trial_run_of_the_pipeline_counts(repository, tmp_path):
+    """Its real network has BatchNorm, which counts the micro-batches: of two epochs here."""
+    options = ["--epochs", 2, "--data-dir", repository / "common", "--batch-size", 60]
+    script = repository / "05_model_parallel/pipeline.py"
+    result = run_ranks(script, 2, *options, "--chunks", 3, cwd=tmp_path)
+    check_trained(result, tmp_path, epochs=2, ranks=1, at_least=0.5)
+    state = torch.load(tmp_path / "mnist.pt", weights_only=True)
+    counts = [state[f"layer{n}.1.num_batches_tracked"] for n in (1, 2)]
+    assert counts == [2 * 21 * 3] * 2
 
 
 # The same steps as on one device: in float64, and without BatchNorm, so that a batch may be split.
@@ -124,7 +118,7 @@ def train(project, script, nproc, *options, cwd, stop=0, code=0):
     given = ["--epochs", 2, "--lr", 0.01, "--seed", 1, "--data-dir", project / "common"]
     given += SMALL if script == "fsdp.py" else []
     settings = {"SIGNAL_AT_BATCH": f"{nproc - 1} {signal.SIGTERM:d} {stop}"}
-    settings |= {"TORCHELASTIC_RUN_ID": "any", **WITNESS}
+    settings |= {"TORCHELASTIC_RUN_ID": "any", "WITNESS": cwd / "witness", **WITNESS}
     result = run_ranks(project / script, nproc, *given, *options, cwd=cwd, **settings)
     assert result.code == code, result
     return result
@@ -136,46 +130,36 @@ def check_steps(result, project, script, cwd, epochs=(1, 2)):
     assert lines[-len(epochs):] == expected, result
     rounded = torch.__version__.startswith("2.8.") and script in SCRIPTS[2:]  # sharded: at clipping
     assert distance(cwd / "mnist.pt", project / f"{script}.pt") < (1e-6 if rounded else 1e-12)
+    assert set(re.findall("(.) . saves", (cwd / "witness").read_text())) == {"0"}
 
 
-@pytest.mark.parametrize(("script", "nproc", "options", "schedule"), [
-    ("train.py", 1, ["--batch-size", 56, "--chunks", 3], ""),
-    ("train.py", 2, ["--batch-size", 28, "--chunks", 5], ""),
-    ("pipeline.py", 2, ["--batch-size", 56, "--chunks", 4], "ScheduleGPipe"),
-    ("pipeline.py", 2, ["--batch-size", 56, "--chunks", 7, "--schedule", "1f1b"], "Schedule1F1B"),
+@pytest.mark.parametrize(("script", "nproc", "options", "shows"), [
+    ("train.py", 1, "--batch-size 56 --chunks 3", ""),
+    ("train.py", 2, "--batch-size 28 --chunks 5", ""),
+    ("pipeline.py", 2, "--batch-size 56 --chunks 4", "ScheduleGPipe"),
+    ("pipeline.py", 2, "--batch-size 56 --chunks 7 --schedule 1f1b", "Schedule1F1B"),
+    ("tensor_parallel.py", 2, "--batch-size 56", "(256, 784) (256,) (10, 256) (10,)\n"),  # of 512
+    ("fsdp.py", 2, "--batch-size 7 --accumulate 4 --recompute", "each has 1 of 2"),
+    ("fsdp.py", 4, "--batch-size 14 --shards 1", "each has 1 of 1"),
+    ("fsdp.py", 4, "--batch-size 7 --accumulate 2 --shards 2", "each has 1 of 2"),
+    ("fsdp.py", 4, "--batch-size 14 --shards 4", "each has 1 of 4"),
 ])
-def test_takes_the_steps_of_one_device(script, nproc, options, schedule, exact, tmp_path):
-    result = train(exact, script, nproc, *options, cwd=tmp_path)
-    assert schedule in result.output
+def test_takes_the_steps_of_one_device(script, nproc, options, shows, exact, tmp_path):
+    """And fsdp.py begins with the same weights, which each rank draws a block at a time."""
+    result = train(exact, script, nproc, *options.split(), cwd=tmp_path)
+    if script == "fsdp.py":
+        weights, shards = list(transformer(16, 2).parameters()), int(shows[-1])
+        bytes_of = [sum(8 * weight.chunk(shards)[n].numel() for weight in weights)
+                    for n in range(shards)] * (nproc // shards)
+        total = sum(weight.numel() for weight in weights)
+        shows = f"{total} parameters, bytes per rank: {bytes_of}\n"
+    assert shows in result.output, result
     check_steps(result, exact, script, tmp_path)
-
-
-def test_split_linear_layers_take_the_steps_of_whole_ones(exact, tmp_path):
-    result = train(exact, "tensor_parallel.py", 2, "--batch-size", 56, cwd=tmp_path)
-    assert result.output.count("(256, 784) (256,) (10, 256) (10,)\n") == 2  # half of 512
-    check_steps(result, exact, "tensor_parallel.py", tmp_path)
 
 
 def test_tensor_parallel_fails_if_the_hidden_features_cannot_be_split(exact, tmp_path):
     result = train(exact, "tensor_parallel.py", 2, "--hidden", 511, cwd=tmp_path, code=1)
     assert "a and b must have same reduction dim" in result.errors, result
-
-
-@pytest.mark.parametrize(("nproc", "options"), [
-    (2, ["--batch-size", 28, "--shards", 1]),
-    (2, ["--batch-size", 7, "--accumulate", 4, "--recompute"]),
-    (4, ["--batch-size", 7, "--accumulate", 2, "--shards", 2]),
-])
-def test_shards_take_the_steps_of_one_device(nproc, options, exact, tmp_path):
-    """Also from the same initial weights, which each rank draws a block at a time."""
-    result = train(exact, "fsdp.py", nproc, *options, cwd=tmp_path)
-    weights = list(transformer(16, 2).parameters())
-    shards = options[-1] if "--shards" in options else nproc
-    bytes_of = [sum(8 * weight.chunk(shards)[n].numel() for weight in weights)
-                for n in range(shards)] * (nproc // shards)
-    total = sum(weight.numel() for weight in weights)
-    assert result.output.startswith(f"{total} parameters, bytes per rank: {bytes_of}\n")
-    check_steps(result, exact, "fsdp.py", tmp_path)
 
 
 # fsdp.py, stopped and resumed
@@ -255,64 +239,52 @@ def test_fsdp_keeps_the_whole_weights_of_the_best_epoch(exact, tmp_path):
     assert distance(project / "best.pt", project / "mnist.pt") > 0
 
 
-@pytest.mark.parametrize(("change", "problem"), [
-    (["--width", 32], "ValueError: cannot load "),  # torch's reason is above it
-    (["--depth", 1], '"parameters": '),
-    (["--seed", 2], '"seed": 1, '),
-    (["--lr", 0.1], '"lr": 0.01, '),
-])
-def test_fsdp_rejects_a_checkpoint_of_another_run(change, problem, exact, tmp_path):
+def test_fsdp_rejects_a_checkpoint_of_another_run(exact, tmp_path):
     train(exact, "fsdp.py", 2, *TWO_RANKS, cwd=tmp_path, stop=1)
     saved = sorted((tmp_path / "checkpoint").iterdir())
-    result = train(exact, "fsdp.py", 2, *TWO_RANKS, *change, cwd=tmp_path, code=1)
-    assert problem in result.errors and "checkpoint" in result.errors, result
-    assert sorted((tmp_path / "checkpoint").iterdir()) == saved
-
-
-def test_fsdp_keeps_the_newest_two_complete_checkpoints(tmp_path, monkeypatch):
-    """With the buffers of rank 0, and all ranks load what rank 0 finds."""
-    script = load_script(FOLDER / "fsdp.py")
-    model = nn.BatchNorm1d(4)
-    saved, loaded = [], []
-
-    def save(state, checkpoint_id):
-        assert all((buffer == 7).all() for buffer in model.buffers())
-        checkpoint_id.mkdir(exist_ok=True)
-        (checkpoint_id / ".metadata").touch()
-        saved.append(done["images"])
-
-    def broadcast(objects):
-        objects[0] = [tmp_path / "of rank 0/.metadata"]
-
-    monkeypatch.setattr(script.dcp, "save", save)
-    monkeypatch.setattr(script.dcp, "load", lambda _, checkpoint_id: loaded.append(checkpoint_id))
-    monkeypatch.setattr(script.dist, "broadcast", lambda buffer, src: buffer.fill_(7 + src))
-    monkeypatch.setattr(script.dist, "broadcast_object_list", broadcast)
-    monkeypatch.setattr(script.dist, "get_rank", lambda: 0)
-    done = {"epoch": 1, "images": 0}
-    state = script.State(tmp_path, model, None, {}, done, {})
-    (tmp_path / "epoch-0002-half-written").mkdir()
-    for done["images"] in (8, 9, 9, 1000):
-        state.save()
-    assert saved == [8, 9, 1000]
-    kept = sorted(path.name.rpartition("-")[2] for path in tmp_path.iterdir())
-    assert kept == ["000000000009", "000000001000", "written"]
-    state.load()
-    assert loaded == [tmp_path / "of rank 0"]
+    for change, problem in (("--width=32", "ValueError: cannot load "),  # torch's reason is above
+                            ("--depth=1", '"parameters": '), ("--seed=2", '"seed": 1, '),
+                            ("--lr=0.1", '"lr": 0.01, ')):
+        result = train(exact, "fsdp.py", 2, *TWO_RANKS, change, cwd=tmp_path, code=1)
+        assert problem in result.errors and "checkpoint" in result.errors, result
+        assert sorted((tmp_path / "checkpoint").iterdir()) == saved
 
 
 @pytest.mark.parametrize(("script", "devices"), [("train.py", 2), ("fsdp.py", 1)])
-def test_all_ranks_evaluate_with_the_buffers_of_rank_0(script, devices, monkeypatch):
-    script = load_script(FOLDER / script)
-    model = nn.BatchNorm1d(4, affine=False)
+def test_all_ranks_save_and_evaluate_with_the_buffers_of_rank_0(
+        script, devices, tmp_path, monkeypatch):
+    """fsdp.py keeps the newest two checkpoints, saves none twice, and loads what rank 0 finds."""
+
+    def save(state, checkpoint_id):
+        assert all((buffer == 7).all() for buffer in model.buffers())
+        checkpoint_id.mkdir()
+        (checkpoint_id / ".metadata").touch()
+
+    script, model = load_script(FOLDER / script), nn.BatchNorm1d(4, affine=False)
     model.reshard = lambda: None
-    inputs = torch.rand(5, 4)
-    test_loader = DataLoader(TensorDataset(inputs, inputs.argmax(1)), 2)
     monkeypatch.setattr(script.dist, "broadcast", lambda buffer, src: buffer.fill_(7 + src))
+    monkeypatch.setattr(script.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(script, "gather_in_order", lambda correct, length: correct[:length])
     monkeypatch.setattr(script, "stop_asked", lambda: False, raising=False)
+    inputs = torch.rand(5, 4)
+    test_loader = DataLoader(TensorDataset(inputs, inputs.argmax(1)), 2)
     assert script.evaluate(model, test_loader, *["cpu"] * devices) == 1
     assert all((buffer == 7).all() for buffer in model.buffers())
+    if devices == 1:
+        done, loaded, found = {"epoch": 1, "images": 0}, [], [tmp_path / "of rank 0/.metadata"]
+        state = script.State(tmp_path, nn.BatchNorm1d(4), None, {}, done, {})
+        model = state.model
+        monkeypatch.setattr(script.dcp, "save", save)
+        monkeypatch.setattr(script.dcp, "load", lambda _, **given: loaded.append(given))
+        monkeypatch.setattr(script.dist, "broadcast_object_list",
+                            lambda objects: objects.__setitem__(0, found))
+        (tmp_path / "epoch-0002-half-written").mkdir()
+        for done["images"] in (8, 9, 9, 1000):
+            state.save()
+        kept = sorted(path.name.rpartition("-")[2] for path in tmp_path.iterdir())
+        assert kept == ["000000000009", "000000001000", "written"]
+        state.load()
+        assert loaded == [{"checkpoint_id": tmp_path / "of rank 0"}]
 
 
 NOTE = """
@@ -411,33 +383,6 @@ def test_no_rank_holds_the_whole_model_at_the_start(exact, tmp_path):
 # Options and devices
 
 
-@pytest.mark.parametrize(("script", "nproc", "options", "line"), [
-    ("train.py", 1, "--devices cuda:0", "--devices cuda:0: name 2 devices, two per process"),
-    ("train.py", 2, "--devices cuda:0,cuda:1", "--devices cuda:0,cuda:1: name 4 devices, "),
-    ("pipeline.py", 2, "--chunks 5", "--batch-size 64 cannot be split into 5 --chunks"),
-    ("pipeline.py", 2, "--schedule 1f1b --chunks 1", "--schedule 1f1b needs at least 2 --chunks"),
-    ("pipeline.py", 3, "", "the network has 2 stages: start 2 processes, not 3"),
-    ("fsdp.py", 2, "--checkpoint no/such/folder", "no/such is not a writable folder"),
-    ("fsdp.py", 2, "--best no/such/best.pt", "no/such is not a writable folder"),
-    ("fsdp.py", 2, "--best mnist.pt", "--output and --best must be different files"),
-    ("fsdp.py", 4, "--shards 3", "--shards 3 does not divide the 4 processes"),
-])
-def test_rejects_what_does_not_fit(script, nproc, options, line, monkeypatch, capsys):
-    settings = {"RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": nproc, "WORLD_SIZE": nproc}
-    error = rejected(monkeypatch, capsys, FOLDER / script, *options.split(), **settings)
-    assert error.startswith(line)
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_output_folder_is_looked_for_on_rank_0(script, monkeypatch, capsys):
-    """It is the only one that saves there, and other machines need not have the folder."""
-    launch = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "WORLD_SIZE": 2}
-    wrong = ["--output", "no/such/mnist.pt"]
-    error = rejected(monkeypatch, capsys, FOLDER / script, *wrong, RANK=0, **launch)
-    assert error == "no/such is not a writable folder"
-    parse(monkeypatch, FOLDER / script, *wrong, RANK=1, **launch)
-
-
 @pytest.mark.parametrize(("gpus", "rank", "devices"), [
     (4, 0, ["cuda:0", "cuda:1"]),
     (4, 1, ["cuda:2", "cuda:3"]),
@@ -453,30 +398,22 @@ def test_each_process_has_its_own_two_gpus_or_the_cpu(gpus, rank, devices, monke
     assert capsys.readouterr().out == (line if (gpus, rank) == (3, 0) else "")
 
 
-def test_each_layer_and_its_micro_batches_are_on_their_device():
+def test_each_layer_and_micro_batch_is_on_its_device_and_dropout_differs(tmp_path):
     """The second device is `meta`, for tensors without memory."""
-    split = load_script(FOLDER / "train.py").SplitConvNet
-    for first, second in (("meta", "cpu"), ("cpu", "meta")):
-        net = split([torch.device(first), torch.device(second)], 3)
-        devices = {(name[:6], part.device.type) for name, part in net.state_dict().items()}
-        assert devices == {("layer1", first), ("layer2", second), ("fc.wei", second),
-                           ("fc.bia", second)}
-    seen = []
-
-    def note(layer, inputs):
-        seen.append((len(inputs[0]), inputs[0].device.type))
-
-    net.layer1.register_forward_pre_hook(note)
-    net.layer2.register_forward_pre_hook(note)
-    assert net(torch.zeros(8, 1, 28, 28)).device.type == "meta"
-    assert seen == [(n, device) for n in (3, 3, 2) for device in ("cpu", "meta")]
-
-
-def test_images_and_labels_move_to_their_devices_and_dropout_differs(tmp_path):
     project = copy_project(tmp_path / "project", FOLDER / "train.py")
-    show = "            sys.exit(f'{images.device} {labels.device} {torch.initial_seed()}')\n"
+    note = """            for layer in (net.layer1, net.layer2):
+                layer.register_forward_pre_hook(lambda layer, inputs: print(
+                    len(inputs[0]), inputs[0].device, [each.device for each in layer.parameters()]))
+            scores = net(images)
+            print(scores.device, labels.device, [each.device for each in net.fc.parameters()])
+            sys.exit(f'{torch.initial_seed()}')
+"""
     edit(project, "train.py", ("DDP(net, gradient_as_bucket_view=True)", "net"),
-         ("            loss = criterion", f"{show}            loss = criterion"))
-    options = ["--devices", "cpu,meta,cpu,meta", "--data-dir", "common"]
-    result = run_ranks("train.py", 2, *options, cwd=project)
-    assert sorted(result.errors.splitlines()) == ["cpu meta 0", "cpu meta 1"]
+         ("            loss = criterion", f"{note}            loss = criterion"))
+    options = ["--devices", "cpu,meta,cpu,meta", "--batch-size", 8, "--chunks", 3]
+    result = run_ranks("train.py", 2, *options, "--data-dir", "common", cwd=project)
+    assert sorted(result.errors.splitlines()) == ["0", "1"], result  # the seeds
+    lines = re.sub(r"device\(type='(\w+)'\)", r"\1", result.output)
+    shown = [f"{n} {device} [{', '.join([device] * 4)}]" for n in (3, 3, 2)
+             for device in ("cpu", "meta")] + ["meta meta [meta, meta]"]
+    assert sorted(lines.splitlines()) == sorted(2 * shown), result

@@ -44,16 +44,14 @@ def test_both_ranks_train_evaluate_and_save(repository, tmp_path):
 def test_gpus_and_two_machines(tmp_path):
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
     options, command = docker_run(tmp_path, "--amp", tools=["nvidia-smi"], **nodes)
-    volume = f"--user 7:7 --volume {tmp_path}:/work"
     network = "--env GLOO_SOCKET_IFNAME --env NCCL_SOCKET_IFNAME --network=host"
-    assert options == f"{ENGINE} --gpus=all --env OMP_NUM_THREADS {network} {volume}"
+    threads, volume = "--env OMP_NUM_THREADS", "--user 7:7 --volume {}:/work"
+    assert options == f"{ENGINE} --gpus=all {threads} {network} {volume.format(tmp_path)}"
     assert command == ("torchrun --nnodes=2 --node-rank=1 --nproc-per-node=gpu "
                        "--master-addr=10.0.0.1 --master-port=29500 /app/train.py --amp")
-    folder = tmp_path / "one machine"
-    options, _ = docker_run(folder, tools=["nvidia-smi"])
-    assert options.startswith(f"{ENGINE} --gpus=all --env OMP_NUM_THREADS --user 7:7 ")
-    options, _ = docker_run(folder / "without GPUs")
-    assert options.startswith(f"{ENGINE} --env OMP_NUM_THREADS --user 7:7 --volume {folder}")
+    for folder, tools, gpus in (("one", ["nvidia-smi"], "--gpus=all "), ("without", [], "")):
+        options, _ = docker_run(folder := tmp_path / folder, tools=tools)
+        assert options == f"{ENGINE} {gpus}{threads} {volume.format(folder)}"
 
 
 def test_the_dockerfile_and_compose_run_the_same_torchrun(tmp_path):

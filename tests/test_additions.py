@@ -15,12 +15,17 @@ from helpers.projects import COPIES, apply, copy_project, edit, fewer_digits, sp
 from helpers.ranks import run_ranks
 from helpers.scripts import load_script
 
+from common.data import load_mnist
+
 LOSS = "                loss = criterion(model(images), labels)\n"
-PAIRS = sorted(path.stem.removeprefix("add_") for path in COPIES.glob("add_*.patch"))
-PAIRS = list(itertools.combinations(PAIRS, 2))
+NAMES = sorted(path.stem.removeprefix("add_") for path in COPIES.glob("add_*.patch"))
 BY_HAND = ("early_stopping", "ema")  # the page names the weights that the best file saves
 EXCLUSIVE = ("stream", "weighted_sampling")  # a stream has no samples to choose from
-QUICK = ("global_batch", "stream")  # both are about the number of steps
+TOGETHER = [  # all other pairs are in one of them
+    ("early_stopping", "global_batch", "predictions", "profiler", "wandb", "weighted_sampling"),
+    ("ema", "global_batch", "predictions", "profiler", "stream", "wandb"),
+    ("ema", "weighted_sampling"), ("early_stopping", "stream"), BY_HAND,
+]
 
 
 def patched(file, *names):
@@ -63,7 +68,8 @@ def seen(result):
 
 def test_two_additions_fit_or_are_rejected(tmp_path):
     """By patch -F0, in both orders as git merges them: no line ends up in the wrong place."""
-    for pair in PAIRS:
+    for pair in itertools.combinations(NAMES, 2):
+        assert pair == EXCLUSIVE or any({*pair} <= {*names} for names in TOGETHER), pair
         sides = [tmp_path / name for name in (pair[0], "base", pair[1])]
         for side, names in zip(sides, (pair[:1], (), pair[1:]), strict=True):
             assert patched(side, *names), names
@@ -75,26 +81,57 @@ def test_two_additions_fit_or_are_rejected(tmp_path):
             assert fits == (merged.returncode == 0) == same, order
 
 
-@pytest.mark.parametrize("pair", [
-    pytest.param(pair, marks=[] if pair == QUICK else pytest.mark.slow, id="-".join(pair))
-    for pair in PAIRS if pair != EXCLUSIVE
-])
-def test_two_additions_train(pair, tmp_path):
-    """No rate is negative, the loss falls, and the files have the accuracies that are printed."""
-    project = added(tmp_path, *pair)
-    (project / "wandb.py").write_text(WANDB)
-    if pair == BY_HAND:
+WANDB = """
+import json
+
+def note(name):
+    def write(*args, **given):
+        with open("notes", "a") as file:
+            file.write(json.dumps([name, args, given], default=str) + "\\n")
+    return write
+
+init, log, finish = note("init"), note("log"), note("finish")
+"""
+
+
+@pytest.mark.parametrize("names", TOGETHER, ids="-".join)
+def test_additions_that_fit_train_together(names, tmp_path):
+    """Three ranks: no rate is negative, the loss falls, and files have what is printed."""
+    project = added(tmp_path, *names)
+    (project / "wandb.py").write_text(WANDB)  # in place of the package
+    if names == BY_HAND:
         best = "save({}.state_dict(), args.output.with_name"
         edit(project, "train.py", ("score = evaluate(net", "score = evaluate(ema.module"),
              (best.format("net"), best.format("ema.module")))
     shown(project, "scheduler.get_last_lr()")
-    result = run(project, 2, "--epochs", 3)
+    batch = 30 if "global_batch" in names else 10
+    result = run(project, 3, "--epochs", 3, "--batch-size", batch)
     assert min(rate for rates in seen(result).values() for rate in rates) >= 0, result
     losses, scores = [[line[name] for line in result.epochs()] for name in ("loss", "accuracy")]
     assert float(losses[0]) > float(losses[-1]), result
     assert scores[-1] == f"{bare_accuracy(project / 'mnist.pt'):.4f}", result
-    if "early_stopping" in pair:
+    if "early_stopping" in names:
         assert max(scores) == f"{bare_accuracy(project / 'best-mnist.pt'):.4f}", result
+    if "predictions" in names:  # one per test image, in the order of the data set
+        net = load_script(project / "common/model.py").ConvNet().eval()
+        net.load_state_dict(torch.load(project / "mnist.pt", weights_only=True))
+        with torch.no_grad():
+            expected = net(load_mnist(DIGITS)[1].tensors[0]).argmax(1).tolist()
+        assert [*map(int, (project / "predictions.txt").read_text().split())] == expected
+    if "profiler" in names:  # each rank has a file with three steps, and in it what communicates
+        for rank in range(3):
+            trace = json.loads((project / f"trace-{rank}.json").read_text())["traceEvents"]
+            events = {event["name"] for event in trace}
+            assert len({name for name in events if name.startswith("ProfilerStep#")}) == 3
+            assert "gloo:all_reduce" in events
+    if "wandb" in names:  # rank 0 logs what it prints
+        notes = [json.loads(line) for line in (project / "notes").read_text().splitlines()]
+        assert [name for name, *_ in notes] == ["init", "log", "log", "log", "finish"]
+        assert notes[0][2]["config"]["epochs"] == 3
+        for epoch, (_, (values,), given) in enumerate(notes[1:4], start=1):
+            assert given == {"step": epoch}
+            values = {name: f"{value:.4f}" for name, value in values.items()}
+            assert values == {"loss": losses[epoch - 1], "accuracy": scores[epoch - 1]}
 
 
 def test_early_stopping_and_the_best_file(tmp_path):
@@ -129,47 +166,6 @@ def test_ema(tmp_path):
         is_buffer = "running" in name or "batches" in name
         torch.testing.assert_close(weight, last[name] if is_buffer else first[name])
     assert result.epochs()[-1]["accuracy"] == f"{bare_accuracy(project / 'mnist.pt'):.4f}"
-
-
-WANDB = """
-import json
-
-def note(name):
-    def write(*args, **given):
-        with open("notes", "a") as file:
-            file.write(json.dumps([name, args, given], default=str) + "\\n")
-    return write
-
-init, log, finish = note("init"), note("log"), note("finish")
-"""
-
-
-def test_wandb(tmp_path):
-    """Rank 0 logs what it prints; the stand-in for the package notes the calls."""
-    project = added(tmp_path, "wandb")
-    (project / "wandb.py").write_text(WANDB)
-    printed = run(project, 2, "--epochs", 2).epochs()
-    notes = [json.loads(line) for line in (project / "notes").read_text().splitlines()]
-    assert [name for name, *_ in notes] == ["init", "log", "log", "finish"]
-    assert notes[0][2]["config"]["epochs"] == 2
-    for epoch, (_, (values,), given) in enumerate(notes[1:3], start=1):
-        assert given == {"step": epoch}
-        line = {name: f"{value:.4f}" for name, value in values.items()}
-        assert line == {name: printed[epoch - 1][name] for name in ("loss", "accuracy")}
-
-
-def test_predictions(tmp_path):
-    """One per test image, in the order of the data set; three ranks, so that there is padding."""
-    project = added(tmp_path, "predictions")
-    run(project, 3)
-    from common.data import load_mnist
-    from common.model import ConvNet
-
-    net = ConvNet().eval()
-    net.load_state_dict(torch.load(project / "mnist.pt", weights_only=True))
-    with torch.no_grad():
-        expected = net(load_mnist(DIGITS)[1].tensors[0]).argmax(1).tolist()
-    assert [*map(int, (project / "predictions.txt").read_text().split())] == expected
 
 
 def test_weighted_sampling(tmp_path):
@@ -215,17 +211,6 @@ def test_stream(batch, workers, steps, tmp_path):
     assert {*count} <= {*range(61)} and {*count.values()} == {1}
     assert 61 - batch <= sum(count.values()) <= 61
     assert result.output.count("shown 0") == result.output.count("shown 1") == 2 * steps
-
-
-def test_profiler(tmp_path):
-    """Each rank has a file with three steps, and in it what communicates."""
-    project = added(tmp_path, "profiler")
-    run(project, 2, "--batch-size", 10)
-    for rank in range(2):
-        trace = json.loads((project / f"trace-{rank}.json").read_text())
-        names = {event["name"] for event in trace["traceEvents"]}
-        assert len({name for name in names if name.startswith("ProfilerStep#")}) == 3
-        assert "gloo:all_reduce" in names
 
 
 def test_global_batch(tmp_path):
