@@ -257,25 +257,6 @@ def test_each_option_may_change_and_the_rate_follows_the_progress(
     assert images == 3 * 800 and state["done"]["best"] == best > 0.8
 
 
-def test_a_batch_may_be_a_dictionary(project, tmp_path):
-    """As it is, an error; with the labels that the comment names, no bit differs."""
-    own = shutil.copytree(project, tmp_path / "own")
-    item = "dict(zip(('images', 'labels'), super().__getitem__(index)))"
-    mapping = f"class Mapping(Points):\n    def __getitem__(self, index):\n        return {item}"
-    edit(own, "train.py", ("\n\n\ndef network", f"\n\n\n{mapping}\n\n\ndef network"),
-         ("Points(0, 800)", "Mapping(0, 800)"))
-    options = ["--batch-size", 24, "--accumulate", 3]  # the last step has two, one of them smaller
-    assert "KeyError: 1" in train(own, 2, own, *options, code=1).errors
-    labels = re.search(r'#.*(batch\["\w+"\])', (own / "train.py").read_text())[1]
-    edit(own, "train.py", ("len(batch[1])", f"len({labels})"),
-         ("for part in batch]", "for part in (batch['images'], batch['labels'])]"))
-    train(own, 2, own, *options)
-    train(project, 2, tmp_path, *options)
-    one, other = [torch.load(folder / "checkpoint.pt") for folder in (own, tmp_path)]
-    assert bits(one) == bits(other)
-    assert sorted((tmp_path / "seeds").read_text().split()) == ["0", "1"]  # of the two ranks
-
-
 def test_stopped_in_an_evaluation_it_only_evaluates_again(project, tmp_path):
     """The first batch of the evaluation is the 27th that a rank asks for: 25, and no more."""
     options, done = ["--batch-size", 16], {"epoch": 1, "images": 800, "best": None}

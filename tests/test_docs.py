@@ -1,10 +1,12 @@
-"""READMEs have one form and working links, and their diffs, options and tables are the code's.
+"""Scripts differ only where a step mark says so, and READMEs show what the code does.
 
 After a change of a script or a patch, write it into the READMEs with
 
     REWRITE_DOCS=1 python -m pytest tests/test_docs.py
 """
 
+import ast
+import difflib
 import itertools
 import os
 import re
@@ -19,13 +21,85 @@ from helpers.paths import FOLDERS, ROOT, label
 from helpers.projects import COPIES
 from helpers.readmes import MAIN, READMES, blocks, commands, rows, sections
 from helpers.scripts import parse
-from test_markers import SHOWN, below_the_imports, code, marks
 from torch.distributed.run import get_args_parser
 
+BASES = {  # each script and the script that it builds on
+    "02_ddp_spawn": "01_dataparallel",
+    "03_ddp_multinode_spawn": "01_dataparallel",
+    "04_ddp_torchrun": "01_dataparallel",
+    "06_checkpointing": "04_ddp_torchrun",
+    "07_slurm": "06_checkpointing",
+}
+SHOWN = {**BASES, "03_ddp_multinode_spawn": "02_ddp_spawn"}  # what its README compares it with
+# The steps that each folder marks; 08 has none
+FAMILIES = {"01": r"DP-\d+", "02": r"DDP-\d+", "03": r"DDP-\d+", "04": r"DDP-\d+"}
+FAMILIES |= {"05": r"MP-\d+", "06": r"CKPT-\d+|DDP-7", "07": r"SLURM-\d+"}
+SCRIPTS = sorted(ROOT.glob("0*/*.py"))
 CHANGES = "What changes, step by step"
 LAUNCHERS = ("python ", "torchrun ", "export TORCH_", "sbatch ", "salloc ", "docker ")
 HUNK = re.compile(r"^@@ \S+ \+(\d+),?(\d*) @@.*\n((?:[-+].*\n)*)", re.M)
 OPTION = re.compile("--[a-z-]+")
+
+
+def marks(line, folder):
+    """The step marks of this folder's family in the comment of a line."""
+    family = FAMILIES.get(folder[:2])
+    return re.findall(rf"\b(?:{family})\b", line.partition("#")[2]) if family else []
+
+
+def below_the_imports(folder):
+    """A script without its docstring and imports, which have no marks."""
+    text = (ROOT / folder / "train.py").read_text().split('"""', 2)[2]
+    return re.sub(r"^(import|from) .*\n", "", text, flags=re.M)
+
+
+def code(folder):
+    return [line.strip() for line in below_the_imports(folder).splitlines()]
+
+
+@pytest.mark.parametrize("folder", BASES)
+def test_every_change_is_marked(folder):
+    """There are no exceptions."""
+    base, script = code(BASES[folder]), code(folder)
+    matcher = difflib.SequenceMatcher(None, base, script, autojunk=False)
+    for kind, a, b, c, d in matcher.get_opcodes():
+        added, removed = filter(None, script[c:d]), filter(None, base[a:b])
+        if kind != "equal" and (first := next(added, None)):
+            assert marks(first, folder), f"no mark on the first of {script[c:d]}"
+        elif kind != "equal":
+            assert all(marks(line, folder) for line in removed), f"no mark on {base[a:b]}"
+
+
+def definitions(script):
+    """The functions and classes of a script, without comments."""
+    parts = ast.parse((ROOT / script).read_text()).body
+    kinds = ast.FunctionDef | ast.ClassDef
+    return {part.name: ast.unparse(part) for part in parts if isinstance(part, kinds)}
+
+
+def test_shared_lines_are_the_same():
+    """So that what the tests of one script show holds for the others as well."""
+    of_06, of_08 = [ROOT / name / "train.py" for name in ("06_checkpointing", "08_docker")]
+    assert of_06.read_text() == of_08.read_text()
+    for folder in ("02_ddp_spawn", "03_ddp_multinode_spawn"):
+        lines = [line for line in code("04_ddp_torchrun") if re.search("DDP-[345]", line)]
+        (missing,) = [line for line in lines if line not in code(folder)]
+        assert missing.startswith('saves = os.environ["RANK"]')
+    of_06, of_fsdp = definitions("06_checkpointing/train.py"), definitions(f"{FOLDERS[4]}/fsdp.py")
+    for name in of_06.keys() & of_fsdp.keys() - {"parse_args", "train", "evaluate"}:
+        assert of_06[name] == of_fsdp[name], name
+    assert {"rest_of_epoch", "ByProgress", "in_steps", "stop_asked"} <= of_fsdp.keys()
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=label)
+def test_each_script_is_one_file_without_private_names(path):
+    """No name of torch that begins with an underscore, but the import that the exit needs."""
+    text = path.read_text()
+    imported = re.findall(r"^\s*(?:import|from) +(\w*)", text, re.M)
+    assert imported and not {"", *(other.stem for other in SCRIPTS)} & set(imported)
+    assert set(re.findall(r"\._[a-z]\w*", text)) <= {"._exit", "._dynamo"}
+    assert "\nfaulthandler.register(signal.SIGUSR1)" in text
+    assert sum(len(file.read_text().splitlines()) for file in ROOT.glob("common/*.py")) < 180
 
 
 def git_diff(*arguments):
@@ -131,7 +205,7 @@ def test_what_else_the_pages_show_of_the_code():
 
 def test_every_mark_is_in_the_index():
     text = sections(MAIN)["Read two scripts side by side"]
-    scripts = "".join(path.read_text() for path in ROOT.glob("*/*.py"))
+    scripts = "".join(path.read_text() for path in SCRIPTS + [*ROOT.glob("common/*.py")])
     listed = re.findall(r"(?:^-|·)\s+([A-Z]+-\d)\s", text, re.M)
     assert sorted(listed) == sorted(set(re.findall(r"\b[A-Z]+-\d\b", scripts)))
 
@@ -143,10 +217,9 @@ def test_the_predicted_seconds_per_all_reduce():
     assert seconds(1e9, 2, 8, 1) == pytest.approx(6)  # twice half of 4 GB, and two messages
     assert seconds(9, 7, 5, 3, 2) == network.all_reduce_seconds(9, 7, 5, 3, 2)
     for row in [row for row in rows(text) if "gradients" in row]:
-        gradients, size = (25.6e6, 4) if "float32" in row["gradients"] else (7e9, 2)
-        ranks = int(row["GPUs"].replace(",", ""))
+        given = (25.6e6, 4) if "float32" in row["gradients"] else (7e9, 2)
         for rate in (25, 100, 400):
-            time = seconds(gradients, ranks, rate, 20e-6, size)
+            time = seconds(given[0], int(row["GPUs"].replace(",", "")), rate, 20e-6, given[1])
             assert row[f"{rate} Gbit/s"] == f"{time:.3g}", row
 
 

@@ -5,7 +5,6 @@ import shlex
 import sys
 
 import pytest
-import torch
 from helpers.commands import Running, free_port, run
 from helpers.paths import ROOT, label
 from helpers.projects import copy_repository, edit
@@ -25,17 +24,6 @@ NOT_RUN = {  # a pattern of commands, and why test_every_command_runs leaves the
     r"docker": "needs a container engine",
     r"pytest": "runs the tests",
 }
-
-
-def test_the_score_of_a_regression():
-    """Also where the labels are [N], from which [N, 1] would subtract to a matrix."""
-    readme = ROOT / "04_ddp_torchrun/README.md"
-    (line,) = re.findall(r"`(correct\.append\(.*\*\* 2\))`", readme.read_text())
-    images = torch.tensor([[1.0], [2.0], [4.0]])
-    for labels in (torch.tensor([1.0, 0.0, 1.0]), torch.tensor([[1.0], [0.0], [1.0]])):
-        exec(line, {"net": lambda images: images, "device": "cpu", "correct": (scores := []),
-                    "images": images, "labels": labels})
-        assert scores[0].tolist() == [0, 4, 9]
 
 
 @pytest.mark.parametrize("folder", ["02_ddp_spawn", "04_ddp_torchrun"])
@@ -125,14 +113,6 @@ def test_the_commands_for_two_machines(folder, sandbox):
             assert "OK: all checks passed on 4 ranks" in output, results
         else:
             assert float(re.findall(r"^epoch 3/3  loss (\S+)", output, re.M)[0]) < LEARNED, results
-
-
-def test_the_figure_of_ranks():
-    """As torchrun numbers two nodes with four processes each."""
-    lines = re.findall(r"^(?:rank|local rank|GPU)  +((?:\d +){7}\d)",
-                       (ROOT / "03_ddp_multinode_spawn/README.md").read_text(), re.M)
-    ranks, local, gpus = [list(map(int, line.split())) for line in lines]
-    assert ranks == list(range(8)) and local == gpus == [rank % 4 for rank in ranks]
 
 
 def test_the_programs_in_the_readmes(tmp_path):

@@ -18,27 +18,23 @@ from helpers.paths import ROOT
 VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")  # conftest.py hides them, except in test_cuda
 SITECUSTOMIZE = ROOT / "tests/witness/sitecustomize.py"
 WITNESS = {"PYTHONPATH": str(SITECUSTOMIZE.parent)}  # makes Python read it at its start
-EPOCH = r"epoch (?P<epoch>\d+)/(?P<epochs>\d+)  loss (?P<loss>\d+\.\d{4}|nan)  "
-EPOCH += r"accuracy (?P<accuracy>[01]\.\d{4})  (?P<seconds>\d+\.\d) s  (?P<speed>\d+) images/s"
-EPOCH = re.compile(EPOCH)
-GLOO = r"^(?:\[Gloo\] Rank |is connected to |peer ranks\. |\d| |"  # torch 2.8 prints it, in pieces
-GLOO = re.compile(GLOO + r"Expected number of connected peer ranks is : )*\n", re.M)
+EPOCH = re.compile(r"epoch (?P<epoch>\d+)/(?P<epochs>\d+)  loss (?P<loss>\d+\.\d{4}|nan)  accuracy "
+                   r"(?P<accuracy>[01]\.\d{4})  (?P<seconds>\d+\.\d) s  (?P<speed>\d+) images/s")
+GLOO = re.compile(r"^(?:\[Gloo\] Rank |is connected to |peer ranks\. |\d| |Expected number of "
+                  r"connected peer ranks is : )*\n", re.M)  # torch 2.8 prints it, in pieces
 
 STANDALONE = ["torchrun", "--standalone", "--local-addr=127.0.0.1"]
 GIVEN_PORTS = set()  # by free_port()
 
 # Of launch files and torchrun, as those of Slurm: a test sets them itself or leaves them out
-SETTINGS = """
-    NPROC NNODES NODE_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS RANK LOCAL_RANK WORLD_SIZE
-    LOCAL_WORLD_SIZE GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME RDZV_ENDPOINT SCRIPT OPTIONS USER_ID
-    GROUP_ID TORCH_DISABLE_SHARE_RDZV_TCP_STORE TORCH_ELASTIC_SHUTDOWN_TIMEOUT
-""".split()
+SETTINGS = re.compile("""(?x)SLURM_.*|TORCH_.*|N(PROC|NODES|ODE_RANK)|MASTER_.*|OMP_NUM_THREADS|
+    (LOCAL_)?(RANK|WORLD_SIZE)|.*_SOCKET_IFNAME|RDZV_ENDPOINT|SCRIPT|OPTIONS|USER_ID|GROUP_ID""")
 
 
 def clean_environment():
     """The environment of the tests, without what would change what a launch file does."""
-    names = [name for name in os.environ if not name.startswith("SLURM_")]
-    return {name: os.environ[name] for name in names if name not in SETTINGS}
+    return {name: value for name, value in os.environ.items()
+            if not SETTINGS.fullmatch(name) or name.endswith("_PYTHON")}
 
 
 class Result:
@@ -106,8 +102,8 @@ def wait_until(condition, *running, limit=300):
     end = time.monotonic() + limit
     while not condition():
         state = [text[-3000:] for each in running for text in each.printed()]
-        assert all(each.process.poll() is None for each in running), state
-        assert time.monotonic() < end, state
+        alive = all(each.process.poll() is None for each in running)
+        assert alive and time.monotonic() < end, state
         time.sleep(0.05)
 
 
@@ -128,11 +124,7 @@ def torchrun(script, nproc, *options, cwd, **environment):
 
 
 def free_port():
-    """A port on which nothing listens, a different one at each call.
-
-    It is below the ports that the system gives to outgoing connections, which could take it before
-    the test does, and below 29500, torchrun's default.
-    """
+    """A port on which nothing listens, another at each call, and below those of connections."""
     while True:
         port = 10_000 + secrets.randbelow(19_000)
         with contextlib.suppress(OSError):  # something listens there

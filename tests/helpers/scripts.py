@@ -44,9 +44,8 @@ def run_main(script):
 def declare_torchvision_operators():
     """Let this process import torchvision where torch's build is not the one it was built for.
 
-    PyPI's torchvision does not import with a CPU build of torch, as its C++ extension does not load
-    and declares no operators. Commands and ranks do this at their start if their environment has
-    WITNESS and TORCHVISION_OPERATORS=1: run_ranks(..., TORCHVISION_OPERATORS="1", **WITNESS).
+    Its C++ extension does not load then. Commands and ranks do this at their start if their
+    environment has WITNESS and TORCHVISION_OPERATORS=1.
     """
     os.environ["TORCHVISION_OPERATORS"] = "1"
     runpy.run_path(str(SITECUSTOMIZE))
@@ -54,10 +53,7 @@ def declare_torchvision_operators():
 
 
 def parse(monkeypatch, script, *options, gpus=0, **environment):
-    """Call a script's parse_args() with these options, on a machine with this number of GPUs.
-
-    From 04 on a script reads RANK: give RANK=0, or the rank that it is about.
-    """
+    """Call a script's parse_args() with these options, on a machine with this number of GPUs."""
     for name in os.environ.keys() - clean_environment().keys():
         monkeypatch.delenv(name)
     for name, value in environment.items():

@@ -4,11 +4,9 @@ import os
 import signal
 
 import pytest
-from helpers.checks import check_trained
 from helpers.commands import WITNESS, Running, free_port, torchrun, wait_for
 from helpers.paths import FOLDERS, ROOT
 from helpers.projects import copy_project, edit
-from helpers.ranks import run_ranks
 
 ENDLESS = ["--epochs", 10**6]
 
@@ -103,12 +101,3 @@ def test_exits_without_a_word(script, tmp_path):
     for _ in range(2):
         result = torchrun(script, 2, "--epochs", 1, "--data-dir", "common", cwd=project)
         assert (result.code, result.errors) == (0, ""), result
-
-
-def test_a_compiled_model_is_saved_with_the_plain_names(tmp_path):
-    """aot_eager takes all steps of a compilation but the last, which needs a C++ compiler."""
-    project = copied(tmp_path, "04_ddp_torchrun")
-    options = ["--epochs", 3, "--data-dir", "common", "--compile"]
-    settings = {"COMPILE_BACKEND": "aot_eager", **WITNESS}
-    result = run_ranks("train.py", 2, *options, cwd=project, **settings)
-    check_trained(result, project, ranks=1, at_least=0.5)  # ranks are counted in quick tests

@@ -6,7 +6,6 @@ import random
 import re
 import signal
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -109,31 +108,6 @@ def test_killed_while_it_saves(project):
     assert equal(project / "mnist.pt", project / "whole.pt")
 
 
-RECORDED = """
-class Recorded(list):
-    def __iter__(self):
-        for index in super().__iter__():
-            print(self.epoch, index, file=open("seen", "a"))
-            yield index
-
-"""
-
-
-def test_resumes_on_another_number_of_processes(project):
-    """Three processes, three, two, one, and other batches: each image is used once per epoch."""
-    fill = "        train_sampler[:] = "
-    edit(project, "train.py", ("\ndef parse_args", f"{RECORDED}\ndef parse_args"),
-         ("train_sampler = []", "train_sampler = Recorded()"),
-         (fill, f"        train_sampler.epoch = epoch\n{fill}"))
-    for ranks, *batch in ((3, 20, 1), (3, 10, 2), (2, 12, 2)):  # in the first epoch, in the second
-        options = ["--epochs", 3, "--batch-size", batch[0], "--accumulate", batch[1]]
-        stop = signal_at_batch(0, signal.SIGTERM, 15)
-        assert "stopped at " in train(project, ranks, *options, **stop)
-    assert "resuming from " in train(project, 1, *options)
-    seen = Counter((project / "seen").read_text().splitlines())
-    assert seen == Counter(f"{epoch} {image}" for epoch in (1, 2, 3) for image in range(1260))
-
-
 def test_signals_to_all_processes_with_dataloader_workers(project, undisturbed):
     """As a scheduler may send them: to torchrun, the ranks and the workers."""
     edit(project, "train.py", ('options = {"', 'options = {"num_workers": 2, "'))
@@ -214,19 +188,6 @@ def test_without_its_launcher_a_run_that_is_starting_ends(project):
     running.process.kill()
     result = running.finish()
     assert re.search("^stopped at {'epoch': 1, ", result.output, re.M), result
-
-
-def test_torchrun_waits_as_long_as_run_sh_says(project):
-    """Here too short for a step of 4 s. Before torch 2.12 it waits 30 s, whatever run.sh says."""
-    line = "            nn.utils.clip_grad_norm_("
-    sleep = "            print('step', flush=True)\n            time.sleep(4)\n"
-    edit(project, "train.py", (line, f"{sleep}{line}"))
-    edit(project, "run.sh", ("SHUTDOWN_TIMEOUT=120", "SHUTDOWN_TIMEOUT=2"))
-    running = Running(ENDLESS, project)
-    wait_for("step", running, times=2)
-    running.process.terminate()
-    result = running.finish()
-    assert result.code == STOPPED and "stopped at " not in result.output, result
 
 
 # The disk is full in the middle of a run, which ends; then it has room, and the job runs again
