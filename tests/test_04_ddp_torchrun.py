@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.checks import EXACT, check_as_one_process, check_trained, distance, launch
-from helpers.commands import WITNESS, Running, processes, wait_for, wait_until
+from helpers.commands import Running, processes, wait_for, wait_until
 from helpers.paths import ROOT
 from helpers.projects import copy_project, edit, fewer_digits, splittable, trained
 from helpers.ranks import run_ranks
@@ -33,8 +33,7 @@ def test_a_copy_trains_three_ranks_with_a_remainder(tmp_path):
     decoy.mkdir()
     (decoy / "__init__.py").write_text("raise ImportError('the wrong common')")
     options = [*DATA, "--batch-size", 50, "--epochs", 1]
-    witness = {**WITNESS, "WITNESS": project / "witness"}
-    result = run_ranks("train.py", 3, *options, cwd=project, **witness)
+    result = run_ranks("train.py", 3, *options, cwd=project, WITNESS=project / "witness")
     check_trained(result, project, epochs=1, ranks=3, at_least=0)
 
 
@@ -65,7 +64,6 @@ def test_the_loop_leaves_rates_frozen_layers_and_kept_tensors_alone(tmp_path):
     project = copy_project(tmp_path / "project", FOLDER / "train.py")
     edit(project, "train.py", *ADAPTED)
     result = run_ranks("train.py", 2, *DATA, "--epochs", 2, cwd=project)
-    assert result.code == 0, result
     rates = re.findall("^rates (.*)", result.output, re.M)
     rates = torch.tensor([list(map(float, line.split())) for line in rates])
     peak = 0.6 * (128 / 256) ** 0.5
@@ -102,16 +100,11 @@ def test_sigusr1_prints_where_every_rank_is(tmp_path):
         job.kill_all()
 
 
-def run_selftest(folder, **settings):
-    settings = {"WITNESS": os.devnull, **WITNESS, **settings}
-    return run_ranks(FOLDER / "selftest.py", 2, cwd=folder, **settings)
-
-
 def test_selftest_passes(tmp_path):
-    result = run_selftest(tmp_path)
+    result = run_ranks(FOLDER / "selftest.py", 2, cwd=tmp_path)
     lines = re.findall(r"^(rank \d on|all_reduce|OK: all checks passed on 2 ranks on) ",
                        result.output, re.M)
-    assert result.code == 0 and sorted(lines[:2]) == ["rank 0 on", "rank 1 on"], result
+    assert sorted(lines[:2]) == ["rank 0 on", "rank 1 on"], result
     assert lines[2:] == ["all_reduce"] * 3 + ["OK: all checks passed on 2 ranks on"], result
 
 
@@ -120,8 +113,8 @@ def test_selftest_passes(tmp_path):
     ({"GLOO_SOCKET_IFNAME": "nosuch0"}, "join", ""),
 ])
 def test_selftest_names_the_rank_and_the_check_that_failed(settings, check, error, tmp_path):
-    result = run_selftest(tmp_path, **settings)
-    assert result.code == 1, result
+    settings["WITNESS"] = os.devnull
+    result = run_ranks(FOLDER / "selftest.py", 2, cwd=tmp_path, code=1, **settings)
     failed = [line for line in result.output.splitlines() if line.startswith("FAILED: ")]
     assert all(line.startswith(f"FAILED: {check}: rank ") for line in failed), result
     assert f"FAILED: {check}: rank 1 on {socket.gethostname()}: {error}" in result.output, result

@@ -153,9 +153,8 @@ def test_stops_on_gpus_and_resumes_there_and_then_without_them(script, more, tmp
     options += ["--accumulate", 2]
 
     def train(*more, stop=0, **settings):
-        signals = {"SIGNAL_AT_BATCH": f"0 {signal.SIGTERM:d} {stop}", "TORCHELASTIC_RUN_ID": "any"}
-        result = run_ranks(script.split("/")[1], TWO, *options, *more, cwd=project, **WITNESS,
-                           **signals, **settings)
+        result = run_ranks(script.split("/")[1], TWO, *options, *more, cwd=project,
+                           stop=(0, signal.SIGTERM, stop), **settings)
         return re.findall(r"(stopped|resuming).* at .*'images': (\d+)",
                           passed(result, project).output)
 

@@ -10,7 +10,6 @@ from collections import Counter
 import pytest
 import torch
 from helpers.checks import distance, equal, rate_factor
-from helpers.commands import WITNESS
 from helpers.paths import ROOT
 from helpers.projects import apply, copy_project, edit, write_lines
 from helpers.ranks import run_ranks
@@ -45,9 +44,7 @@ def project(tmp_path_factory):
 def trained(project, nproc, *options, **settings):
     """Train in this copy with steps of 32 lines; the result must be a success."""
     batch = ["--batch-size", STEP // 2 // nproc, "--accumulate", 2]
-    result = run_ranks("fsdp.py", nproc, *OPTIONS, *batch, *options, cwd=project, **settings)
-    assert result.code == 0, result
-    return result
+    return run_ranks("fsdp.py", nproc, *OPTIONS, *batch, *options, cwd=project, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +119,7 @@ def test_an_epoch_that_is_not_better_puts_the_weights_back(project, alone, tmp_p
 def test_it_resumes_on_any_number_of_ranks_with_each_line_once(project, alone, tmp_path):
     """On two ranks bit by bit; stopped after three steps of the second epoch."""
     project = shutil.copytree(project, tmp_path / "project")
-    settings = {"SIGNAL_AT_BATCH": f"1 {signal.SIGTERM:d} 19", "TORCHELASTIC_RUN_ID": "any"}
-    stopped = trained(project, 2, "--epochs", 2, **settings, **WITNESS)
+    stopped = trained(project, 2, "--epochs", 2, stop=(1, signal.SIGTERM, 19))
     assert "stopped at {'epoch': 2, 'images': 96, " in stopped.output, stopped
     for nproc, options in ((1, []), (2, []), (4, ["--shards", 2])):
         copy = shutil.copytree(project, tmp_path / str(nproc))

@@ -13,6 +13,7 @@ import torch
 from helpers.commands import SITECUSTOMIZE, STANDALONE, Result, free_port
 from helpers.paths import ROOT
 
+LAUNCHED = {"TORCHELASTIC_RUN_ID": "any"}  # as torchrun sets it
 # Ranks are forked from a process that has imported torch: torchrun takes seconds to start them
 RANKS = multiprocessing.get_context("forkserver")
 MODULES = "nn fsdp pipelining tensor.parallel checkpoint.state_dict".split()
@@ -47,14 +48,21 @@ def exit_codes(ranks, limit=300):
     return [process.exitcode for process in ranks]
 
 
-def run_ranks(script, nproc, *options, cwd, errors=None, limit=300, **environment):
-    """Run a script in ranks, for tests of what it computes; errors may be a terminal."""
+def run_ranks(script, nproc, *options, cwd, code=0, stop=None, **environment):
+    """Run a script in ranks, for tests of what it computes; they must end with this exit code.
+
+    stop: a rank, a signal's number and the number of the batch for which the rank then asks.
+    """
+    if stop:
+        environment |= {"SIGNAL_AT_BATCH": " ".join(map(str, map(int, stop))), **LAUNCHED}
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, "output"), errors or Path(folder, "errors")]
-        codes = exit_codes(start_ranks(script, nproc, options, cwd, files, **environment), limit)
-        printed = [file.read_text() if file.is_file() else "" for file in files]
+        files = [Path(folder, "output"), Path(folder, "errors")]
+        codes = exit_codes(start_ranks(script, nproc, options, cwd, files, **environment))
+        printed = [file.read_text() for file in files]
     command = [*STANDALONE, f"--nproc-per-node={nproc}", script, *options]
-    return Result(command, max(map(abs, codes)), *printed)
+    result = Result(command, max(map(abs, codes)), *printed)
+    assert result.code == code, result
+    return result
 
 
 def run_rank(script, options, cwd, settings, files):
@@ -65,8 +73,7 @@ def run_rank(script, options, cwd, settings, files):
     sys.stdout = open(1, "w", closefd=False)  # a line in one piece, also from two ranks
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # DataLoader workers, as usual
-    if "PYTHONPATH" in settings:  # which a new Python would read at its start
-        runpy.run_path(str(SITECUSTOMIZE))
+    runpy.run_path(str(SITECUSTOMIZE))  # which a new Python would read at its start
     sys.argv = [str(script), *map(str, options)]
     sys.path[:] = [str(Path(script).parent), *(path for path in sys.path if path != str(ROOT))]
     runpy.run_path(str(script), run_name="__main__")

@@ -4,13 +4,14 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
 from helpers.checks import equal
-from helpers.commands import WITNESS, Running, free_port, processes, run, wait_for, wait_until
+from helpers.commands import Running, free_port, processes, run, wait_for, wait_until
 from helpers.paths import ROOT
 from helpers.projects import copy_project, edit, with_dropout
 from helpers.ranks import exit_codes, run_ranks, start_ranks
@@ -23,42 +24,31 @@ ENDLESS = [*RUN, "--epochs", 10**6, "--save-every", 10]
 WHOLE = ["--checkpoint", "whole-run.pt", "--output", "whole.pt"]  # of an undisturbed run
 
 
-def new_project(folder):
-    """A copy with few digits, and with dropout, so that random numbers matter."""
-    copy_project(folder, ROOT / "06_checkpointing/train.py", "run.sh")
-    with_dropout(folder)
-    return folder
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A copy with few digits, and with dropout, after an undisturbed run with LONG."""
+    whole = copy_project(tmp_path_factory.mktemp("undisturbed") / "a project",
+                         ROOT / "06_checkpointing/train.py", "run.sh")
+    with_dropout(whole)
+    train(whole, 2, *LONG, *WHOLE)
+    return whole
 
 
 @pytest.fixture
-def project(tmp_path):
-    return new_project(tmp_path / "a project")
+def project(whole, tmp_path):
+    """It has whole.pt, the weights of the undisturbed run, and no checkpoint."""
+    ignored = shutil.ignore_patterns("whole-run.pt", "best.pt")
+    return shutil.copytree(whole, tmp_path / "a project", ignore=ignored)
 
 
 def train(project, ranks, *options, **settings):
     """Train in forked ranks, and return what they print."""
-    result = run_ranks("train.py", ranks, *FEW_DIGITS, *options, cwd=project, **settings)
-    assert result.code == 0, result
-    return result.output
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The weights of an undisturbed run with LONG."""
-    project = new_project(tmp_path_factory.mktemp("undisturbed"))
-    train(project, 2, *LONG)
-    return project / "mnist.pt"
+    return run_ranks("train.py", ranks, *FEW_DIGITS, *options, cwd=project, **settings).output
 
 
 def epoch_lines(text):
     """The epochs and their accuracy: losses and times are those since the last start."""
     return re.findall(r"^(epoch \S+) .* (accuracy [0-9.]+)", text, re.M)
-
-
-def signal_at_batch(rank, number, batch):
-    """The settings with which a rank receives a signal when it asks for this batch."""
-    stop = f"{rank} {number:d} {batch}"
-    return {"SIGNAL_AT_BATCH": stop, "TORCHELASTIC_RUN_ID": "any", **WITNESS}
 
 
 @pytest.mark.parametrize(("ranks", "options"), [
@@ -74,8 +64,7 @@ def test_stopped_after_every_step(ranks, options, project):
     output = ""
     for start in range(8):
         number = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)[start // ranks % 3]
-        stop = signal_at_batch(start % ranks, number, 1)
-        output += train(project, ranks, *options, **stop)
+        output += train(project, ranks, *options, stop=(start % ranks, number, 1))
     output += train(project, ranks, *options)  # which has only the last evaluation to do
     assert output.count("stopped at ") == output.count("resuming from ") == 8
     assert epoch_lines(output) == expected
@@ -108,7 +97,7 @@ def test_killed_while_it_saves(project):
     assert equal(project / "mnist.pt", project / "whole.pt")
 
 
-def test_signals_to_all_processes_with_dataloader_workers(project, undisturbed):
+def test_signals_to_all_processes_with_dataloader_workers(project):
     """As a scheduler may send them: to torchrun, the ranks and the workers."""
     edit(project, "train.py", ('options = {"', 'options = {"num_workers": 2, "'))
     running = Running([*RUN, *LONG], project)
@@ -124,7 +113,7 @@ def test_signals_to_all_processes_with_dataloader_workers(project, undisturbed):
     assert result.output.splitlines()[-1].startswith("stopped at "), result
     assert "DataLoader worker" not in result.errors, result
     assert train(project, 2, *LONG).startswith("resuming from ")
-    assert equal(project / "mnist.pt", undisturbed)
+    assert equal(project / "mnist.pt", project / "whole.pt")
 
 
 def ranks_of(running):
@@ -133,7 +122,7 @@ def ranks_of(running):
             if b"\0-u\0" in Path(f"/proc/{process}/cmdline").read_bytes()]
 
 
-def test_killed_ranks_are_restarted(project, undisturbed):
+def test_killed_ranks_are_restarted(project):
     """Three times, as run.sh allows."""
     running = Running([*RUN, *LONG], project)
     for kills in range(3):
@@ -143,7 +132,7 @@ def test_killed_ranks_are_restarted(project, undisturbed):
     result = running.finish()
     assert result.code == 0, result
     assert result.output.count("resuming from ") == 3, result
-    assert equal(project / "mnist.pt", undisturbed)
+    assert equal(project / "mnist.pt", project / "whole.pt")
 
 
 def test_training_continues_without_a_lost_node(project):
@@ -163,7 +152,7 @@ def test_training_continues_without_a_lost_node(project):
     assert result.code == STOPPED, result
 
 
-def test_without_its_launcher_a_run_saves_and_ends(project, undisturbed):
+def test_without_its_launcher_a_run_saves_and_ends(project):
     """After `kill -9` of run.sh, which is torchrun: a rerun would train next to the ranks."""
     running = Running([*RUN, *LONG], project)
     wait_for("epoch 2/12", running)
@@ -173,7 +162,7 @@ def test_without_its_launcher_a_run_saves_and_ends(project, undisturbed):
     assert stopped, result
     again = train(project, 2, *LONG)
     assert again.startswith(f"resuming from checkpoint.pt {stopped[1]}\n"), again
-    assert equal(project / "mnist.pt", undisturbed)
+    assert equal(project / "mnist.pt", project / "whole.pt")
 
 
 def test_without_its_launcher_a_run_that_is_starting_ends(project):
@@ -202,7 +191,7 @@ exec "$@"
 """
 
 
-def test_a_full_disk_ends_a_run_which_resumes_when_there_is_room(unshare, project, undisturbed):
+def test_a_full_disk_ends_a_run_which_resumes_when_there_is_room(unshare, project):
     (project / "disk").mkdir()
     training = [*RUN, *LONG, "--checkpoint", "disk/checkpoint.pt", "--best", "disk/best.pt"]
     result = run([*unshare, "bash", "-c", ON_A_FULL_DISK, "_", *training], project)
@@ -210,4 +199,4 @@ def test_a_full_disk_ends_a_run_which_resumes_when_there_is_room(unshare, projec
     assert result.code == 0, f"{result}\n{errors}"
     assert re.search("No space left on device|PytorchStreamWriter failed", errors), errors
     assert "resuming from disk/checkpoint.pt at {" in result.output, result
-    assert equal(project / "mnist.pt", undisturbed)
+    assert equal(project / "mnist.pt", project / "whole.pt")

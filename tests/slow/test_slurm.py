@@ -125,8 +125,7 @@ def undisturbed(project, tmp_path_factory):
     for script in ("07_slurm/train.py", "05_model_parallel/fsdp.py"):
         name = Path(script).name
         output = ["--output", name, "--checkpoint", f"of {name}"]
-        result = run_ranks(script, 2, *OPTIONS, *output, cwd=folder)
-        assert result.code == 0, result
+        run_ranks(script, 2, *OPTIONS, *output, cwd=folder)
     return folder
 
 

@@ -20,9 +20,20 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
-# What two ranks of a process group do: each shows a symptom and, where there is one, its cure
+HERE = {}  # the first words of a symptom: what two ranks of a process group do to see it
 
 
+def row(symptom):
+    return lambda function: HERE.setdefault(symptom, function)
+
+
+def take_steps(net, **options):
+    model = DDP(net, **options)
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+@row("`Watchdog caught")
 def the_ranks_disagree_on_the_collective(rank):
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     dist.set_debug_level_from_env()  # which a new process does by itself
@@ -34,6 +45,7 @@ def the_ranks_disagree_on_the_collective(rank):
             dist.broadcast(torch.ones(1), 0, group=group)
 
 
+@row("a hang at the end of an epoch")
 def a_collective_of_one_rank(rank):
     assert len(DistributedSampler(range(7))) == 4  # on both
     group = dist.new_group(timeout=timedelta(seconds=2))
@@ -43,12 +55,7 @@ def a_collective_of_one_rank(rank):
     dist.barrier()
 
 
-def take_steps(net, **options):
-    model = DDP(net, **options)
-    for _ in range(3):
-        model(torch.ones(1, 2)).sum().backward()
-
-
+@row("`Expected to have finished")
 def parameters_without_a_part_in_the_loss(rank):
     net = nn.Linear(2, 1)
     net.unused = nn.Linear(2, 1)
@@ -57,34 +64,36 @@ def parameters_without_a_part_in_the_loss(rank):
     take_steps(net, find_unused_parameters=True)
 
 
-class Checkpointed(nn.Linear):
-    def forward(self, inputs, use_reentrant):
-        return checkpoint(super().forward, inputs, use_reentrant=use_reentrant)
-
-
+@row("`Expected to mark")
 def activation_checkpointing(rank):
-    def step(use_reentrant):
+    class Checkpointed(nn.Linear):
+        def forward(self, inputs, reentrant):
+            return checkpoint(super().forward, inputs, use_reentrant=reentrant)
+
+    def step(reentrant):
         model = DDP(Checkpointed(2, 2), find_unused_parameters=True)
-        model(torch.ones(1, 2, requires_grad=True), use_reentrant).sum().backward()
+        model(torch.ones(1, 2, requires_grad=True), reentrant).sum().backward()
 
     with pytest.raises(RuntimeError, match="Expected to mark a variable ready only once"):
         step(True)
     step(False)
 
 
+@row("`sampler option")
 def a_sampler_and_shuffle(rank):
     with pytest.raises(ValueError, match="sampler option is mutually exclusive with shuffle"):
         DataLoader(range(4), shuffle=True, sampler=DistributedSampler(range(4)))
 
 
+@row("gradients take twice")
 def gradients_are_copies_of_buckets(rank):
     for options, buckets in (({}, 2), ({"gradient_as_bucket_view": True}, 1)):
-        net = nn.Linear(2, 1)
-        take_steps(net, **options)
+        take_steps(net := nn.Linear(2, 1), **options)
         storages = {weight.grad.untyped_storage().data_ptr() for weight in net.parameters()}
         assert len(storages) == buckets
 
 
+@row("`SyncBatchNorm layers")
 def sync_batch_norm_on_the_cpu(rank):
     net = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(1)))
     with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules"):
@@ -96,6 +105,7 @@ def slowly(batch):
     return batch
 
 
+@row("`DataLoader worker")
 def a_worker_gets_a_signal(rank):
     def rest(number, init=None):
         options = {"num_workers": 1, "multiprocessing_context": "fork", "collate_fn": slowly}
@@ -111,19 +121,18 @@ def a_worker_gets_a_signal(rank):
     assert rest(signal.SIGTERM, lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN)) == 1
 
 
-def no_process_group(rank):
+@row("`Default process group has not")
+@row("`KeyError: 'RANK'`")
+def no_process_group_and_no_launcher(rank):
     dist.destroy_process_group()
     for early in (dist.barrier, lambda: DDP(nn.Linear(1, 1)), lambda: DistributedSampler([1])):
         with pytest.raises(ValueError, match="Default process group has not been initialized"):
             early()
-
-
-def no_launcher(rank):
-    dist.destroy_process_group()
     with pytest.raises(ValueError, match="environment variable RANK expected, but not set"):
         dist.init_process_group("gloo")
 
 
+@row("`Missing key(s) in")
 def the_wrapper_was_saved(rank):
     net = nn.Sequential(nn.Linear(1, 1))
     state = DDP(net).state_dict()
@@ -133,6 +142,7 @@ def the_wrapper_was_saved(rank):
     net.load_state_dict(state)
 
 
+@row("`Connection reset by peer`")
 def another_rank_has_ended(rank):
     if rank == 1:
         os._exit(0)
@@ -141,38 +151,22 @@ def another_rank_has_ended(rank):
             dist.all_reduce(torch.ones(1))
 
 
+@row("`EADDRINUSE`")
 def the_port_is_in_use(rank):
     with socket.create_server(("0.0.0.0", 0)) as other:
         with pytest.raises(dist.DistNetworkError, match="EADDRINUSE.*address already in use"):
             dist.TCPStore("127.0.0.1", other.getsockname()[1], is_master=True)
 
 
-HERE = {  # the first words of a symptom: what shows it
-    "`SyncBatchNorm layers": sync_batch_norm_on_the_cpu,
-    "`Watchdog caught": the_ranks_disagree_on_the_collective,
-    "a hang at the end of an epoch": a_collective_of_one_rank,
-    "`Expected to have finished": parameters_without_a_part_in_the_loss,
-    "`Expected to mark": activation_checkpointing,
-    "`sampler option": a_sampler_and_shuffle,
-    "gradients take twice": gradients_are_copies_of_buckets,
-    "`DataLoader worker": a_worker_gets_a_signal,
-    "`Default process group has not": no_process_group,
-    "`KeyError: 'RANK'`": no_launcher,
-    "`Missing key(s) in": the_wrapper_was_saved,
-    "`Connection reset by peer`": another_rank_has_ended,
-    "`EADDRINUSE`": the_port_is_in_use,
-}
-
-
-def in_group(rank, show, folder):
+def in_group(rank, symptom, folder):
     dist.init_process_group("gloo", f"file://{folder}/store", None, 2, rank)
-    show(rank)
+    HERE[symptom](rank)
 
 
-@pytest.mark.parametrize("row", HERE)
-def test_is_seen_here(row, tmp_path):
-    assert any(row in path.read_text() for path in READMES)
-    assert exit_codes(start(in_group, [(rank, HERE[row], tmp_path) for rank in (0, 1)])) == [0, 0]
+@pytest.mark.parametrize("symptom", HERE)
+def test_is_seen_here(symptom, tmp_path):
+    assert any(symptom in path.read_text() for path in READMES)
+    assert exit_codes(start(in_group, [(rank, symptom, tmp_path) for rank in (0, 1)])) == [0, 0]
 
 
 SCRIPT = ROOT / "04_ddp_torchrun/train.py"
@@ -194,16 +188,15 @@ def test_a_command_ends_with(command, error, tmp_path):
     assert result.code and error in result.errors, result
 
 
-@pytest.mark.parametrize(("folder", "settings", "error"), [
-    ("01_dataparallel", {}, "No module named 'torch'"),
-    ("04_ddp_torchrun", {}, "exec: torchrun: not found"),
-    ("04_ddp_torchrun", {"NNODES": "2"}, "NODE_RANK: unbound variable"),
-])
-def test_run_sh_without(folder, settings, error, tmp_path):
+def test_run_sh_without_torch_torchrun_or_a_rank(tmp_path):
     python = f'exec "{sys.executable}" -S "$@"'  # without its packages
     path = bare_tools(tmp_path / "tools", getconf="echo 2", python=python)
-    result = run(["bash", ROOT / folder / "run.sh"], tmp_path, PATH=path, **settings)
-    assert result.code and error in result.errors, result
+    for folder, settings, error in (
+            ("01_dataparallel", {}, "No module named 'torch'"),
+            ("04_ddp_torchrun", {}, "exec: torchrun: not found"),
+            ("04_ddp_torchrun", {"NNODES": "2"}, "NODE_RANK: unbound variable")):
+        result = run(["bash", ROOT / folder / "run.sh"], tmp_path, PATH=path, **settings)
+        assert result.code and error in result.errors, result
 
 
 def test_a_machine_whose_own_name_does_not_resolve(unshare, tmp_path):
@@ -256,14 +249,10 @@ print("batches", len(list(DataLoader(torch.ones(8, 2**20), 1, num_workers=1))))
 """
 
 
-@pytest.mark.parametrize(("size", "error"), [
-    ("1m", "Bus error|unable to (open|allocate) shared memory"), ("512m", None)
-])
-def test_too_little_shared_memory_and_enough(size, error, unshare, tmp_path):
+def test_too_little_shared_memory_and_enough(unshare, tmp_path):
     """A container's /dev/shm, which a mount namespace stands in for."""
-    mount = f'mount -t tmpfs -o size={size} none /dev/shm && exec "$0" -c "$1"'
-    result = run([*unshare, "sh", "-c", mount, sys.executable, LOAD], tmp_path)
-    if error:
-        assert result.code and re.search(error, result.errors), result
-    else:
-        assert result.output == "batches 8\n", result
+    mount = 'mount -t tmpfs -o size=$0 none /dev/shm && exec "$1" -c "$2"'
+    few, enough = [run([*unshare, "sh", "-c", mount, size, sys.executable, LOAD], tmp_path)
+                   for size in ("1m", "512m")]
+    assert few.code and re.search("Bus error|unable to (open|alloca)", few.errors), few
+    assert enough.output == "batches 8\n", enough
