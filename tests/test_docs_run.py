@@ -157,6 +157,8 @@ def test_every_command_runs(path, sandbox):
         if command in earlier or any(re.search(pattern, command) for pattern in NOT_RUN):
             continue
         result = run(["bash", "-c", command], sandbox, limit=300, OMP_NUM_THREADS="1")
+        if "terminate called" in result.errors and "05_model_parallel" in command:
+            result = run(["bash", "-c", command], sandbox, OMP_NUM_THREADS="1")  # see its Pitfalls
         expected = 1 if command.startswith(("git", "diff")) else 0  # 1: there are differences
         assert result.code == expected, result
         if parts(command) and "selftest" not in command:

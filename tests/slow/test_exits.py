@@ -92,12 +92,3 @@ def test_no_thread_of_the_process_group_is_left_at_the_exit(tmp_path):
     assert threads_left(project, "train.py", *options) == ["0", "0"]
     edit(project, "train.py", ("import torch._dynamo  #", "#"))
     assert threads_left(project, "train.py", *options) != ["0", "0"]
-
-
-@pytest.mark.parametrize("script", ["fsdp.py", "tensor_parallel.py"])
-def test_exits_without_a_word(script, tmp_path):
-    """These keep such threads."""
-    project = copied(tmp_path, "05_model_parallel")
-    for _ in range(2):
-        result = torchrun(script, 2, "--epochs", 1, "--data-dir", "common", cwd=project)
-        assert (result.code, result.errors) == (0, ""), result
