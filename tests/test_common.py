@@ -34,11 +34,6 @@ def in_processes(function, count, *arguments):
     assert exit_codes(ranks) == [0] * count
 
 
-def test_no_test_image_is_in_the_training_set():
-    train, test = ({image.numpy().tobytes() for image in part.tensors[0]} for part in DIGIT_SETS)
-    assert len(train) > 10_000 and not test & train
-
-
 @pytest.fixture
 def files(tmp_path):
     """A folder with MNIST's four files, plain and compressed: 100 training and 23 test images."""
@@ -56,11 +51,6 @@ def files(tmp_path):
 
 
 @pytest.fixture
-def root(tmp_path):
-    return tmp_path / "the data"
-
-
-@pytest.fixture
 def url(files):
     """A server that stands in for MNIST's host."""
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=files)
@@ -70,10 +60,10 @@ def url(files):
         server.shutdown()
 
 
-def use_files(monkeypatch, folder, url):
+def use_files(monkeypatch, folder, url=REFUSES):
     """Let common.data and torchvision take the files of a folder for MNIST, from this host."""
-    sizes = {name: (folder / name).stat().st_size for name in data.BYTES}
-    monkeypatch.setattr(data, "BYTES", sizes)
+    monkeypatch.setattr(data, "BYTES", {name: len((folder / name).read_bytes())
+                                        for name in data.BYTES})
     files = [folder / f"{name}.gz" for name in data.BYTES]
     compressed = [(file.name, hashlib.md5(file.read_bytes()).hexdigest()) for file in files]
     declare_torchvision_operators()
@@ -81,11 +71,11 @@ def use_files(monkeypatch, folder, url):
     monkeypatch.setattr("torchvision.datasets.MNIST.mirrors", [url])
 
 
-def test_mnist_is_downloaded_and_loaded(files, url, root, monkeypatch, capsys):
+def test_mnist_is_downloaded_and_loaded(files, url, tmp_path, monkeypatch, capsys):
     """Also where a file is there, but incomplete."""
-    raw = root / "MNIST/raw"
-    shutil.copytree(files, raw, ignore=shutil.ignore_patterns("*.gz"))
-    (raw / "t10k-labels-idx1-ubyte").write_bytes(b"1234")
+    root = tmp_path / "the data"
+    shutil.copytree(files, root / "MNIST/raw", ignore=shutil.ignore_patterns("*.gz"))
+    (root / "MNIST/raw/t10k-labels-idx1-ubyte").write_bytes(b"1234")
     use_files(monkeypatch, files, url)
     load_mnist(root)
     monkeypatch.setitem(sys.modules, "torchvision.datasets", None)  # only the download needs it
@@ -107,9 +97,9 @@ def load_once(rank, files, root, url):
     assert len(load_mnist(root)[0]) == 100
 
 
-def test_processes_that_start_together_all_get_mnist(files, url, root):
+def test_processes_that_start_together_all_get_mnist(files, url, tmp_path):
     """Several jobs, or nodes that share a disk: none of them may read an incomplete file."""
-    in_processes(load_once, 4, files, root, url)
+    in_processes(load_once, 4, files, tmp_path / "the data", url)
 
 
 def check_fallback(sets, output, root):
@@ -120,17 +110,18 @@ def check_fallback(sets, output, root):
     assert line.endswith(": training on the 1,797 bundled digits") and "(RuntimeError(" in line
 
 
-def test_without_a_network_it_trains_on_the_digits(files, root, monkeypatch, capsys):
-    use_files(monkeypatch, files, REFUSES)
-    check_fallback(load_mnist(root), capsys.readouterr().out, root)
+def test_without_a_network_it_trains_on_the_digits(files, tmp_path, monkeypatch, capsys):
+    use_files(monkeypatch, files)
+    check_fallback(load_mnist(tmp_path), capsys.readouterr().out, tmp_path)
+    train, test = ({image.numpy().tobytes() for image in part.tensors[0]} for part in DIGIT_SETS)
+    assert len(train) > 10_000 and not test & train  # no test image is in the training set
 
 
 def load_on_two_nodes(rank, files, roots):
     """Two nodes, of which only the second has no MNIST."""
-    patch = pytest.MonkeyPatch()
-    use_files(patch, files, REFUSES)
+    patch, printed = pytest.MonkeyPatch(), []
+    use_files(patch, files)
     patch.setenv("LOCAL_RANK", "0")
-    printed = []
     patch.setattr("builtins.print", lambda line, **kwargs: printed.append(line))
     dist.init_process_group("gloo", f"file://{files}/store", None, 2, rank)
     sets = load_mnist(roots[rank])
@@ -140,9 +131,9 @@ def load_on_two_nodes(rank, files, roots):
     assert len(sets[1]) == 359
 
 
-def test_when_one_node_has_no_mnist_all_ranks_train_on_the_digits(files, root):
-    shutil.copytree(files, root / "MNIST/raw")
-    in_processes(load_on_two_nodes, 2, files, (root, root / "elsewhere"))
+def test_when_one_node_has_no_mnist_all_ranks_train_on_the_digits(files, tmp_path):
+    shutil.copytree(files, tmp_path / "MNIST/raw")
+    in_processes(load_on_two_nodes, 2, files, (tmp_path, tmp_path / "elsewhere"))
 
 
 def gather_and_evaluate(rank, folder, weights, expected):

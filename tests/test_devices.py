@@ -74,19 +74,14 @@ def test_it_has_its_own_seed_and_no_progress_bar(folder, monkeypatch):
     assert torch.initial_seed() == 7 + rank
 
 
-class Compiled(torch.nn.Sequential):
-    """In place of torch.compile, which takes long."""
-
-
 @pytest.fixture
 def run_alone(monkeypatch, tmp_path):
     """Run a script in this process, as the only rank; returns what each forward() computed.
 
     That is: the class of the module, whether it was training, and the type of its result.
     """
-
-    def forward(module, inputs, output):
-        seen.append((type(module).__name__, module.training, output.dtype))
+    class Compiled(torch.nn.Sequential):
+        """In place of torch.compile, which takes long."""
 
     def run(folder, *options):
         path, port = ROOT / folder / "train.py", free_port()
@@ -107,9 +102,10 @@ def run_alone(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr("os.environ", os.environ.copy())  # what 02 and 03 set there
     monkeypatch.setattr("torch.compile", Compiled)
-    hook = torch.nn.modules.module.register_module_forward_hook(forward)
-    yield run
-    hook.remove()
+    with torch.nn.modules.module.register_module_forward_hook(
+            lambda module, inputs, output: seen.append(
+                (type(module).__name__, module.training, output.dtype))):
+        yield run
 
 
 @pytest.mark.parametrize("folder", FOLDERS[:4])
@@ -122,14 +118,10 @@ def test_amp_and_compile_are_for_the_training_alone(folder, run_alone):
         assert names.count("CrossEntropyLoss") == 2
         assert names.count("Compiled") == (2 if options else 0)
         assert names.count("DistributedDataParallel") == (0 if folder.startswith("01") else 2)
-        assert not torch.distributed.is_initialized()
         seen.clear()
-
-
-@pytest.mark.parametrize("folder", FOLDERS[1:4])
-def test_batch_norm_is_synchronised_on_demand(folder, run_alone):
-    with pytest.raises(ValueError, match="^SyncBatchNorm "):
-        run_alone(folder, "--sync-bn")
+    if not folder.startswith("01"):
+        with pytest.raises(ValueError, match="^SyncBatchNorm "):  # for GPUs only
+            run_alone(folder, "--sync-bn")
 
 
 @pytest.mark.parametrize(("given", "threads"), [({}, "3"), ({"OMP_NUM_THREADS": "7"}, "7")])

@@ -4,7 +4,6 @@ PyTorch's own limits are 5 minutes and more; the tests set shorter ones, where a
 """
 
 import re
-import shutil
 import time
 
 import pytest
@@ -15,7 +14,7 @@ from helpers.projects import copy_project, edit
 from helpers.ranks import run_ranks
 from hosts import ADDRESSES
 
-RUN_03 = ["bash", "{project}/03/run.sh", "--data-dir", "{project}/03/common", "-g", "{gpus}"]
+RUN_03 = ["bash", "{project}/03/run.sh", "--data-dir", "{project}/03/common", "-g", "2,1"]
 RUN_04 = ["bash", "{project}/04/run.sh", "--data-dir", "{project}/04/common"]
 TORCHRUN = ["torchrun", "--nnodes=2", "--nproc-per-node={nproc}"]
 STATIC = [*TORCHRUN, "--node-rank={rank}", "--master-addr={address}", "--master-port={port}"]
@@ -24,27 +23,25 @@ SELFTEST = "{project}/04/selftest.py"
 BOUND = 120  # seconds
 
 
-@pytest.fixture(scope="session")
-def project(tmp_path_factory):
+@pytest.fixture
+def project(tmp_path):
     """Copies of 03 and 04 with few digits."""
-    project = tmp_path_factory.mktemp("two hosts")
-    copy_project(project / "03", ROOT / "03_ddp_multinode_spawn/train.py", "run.sh")
-    copy_project(project / "04", ROOT / "04_ddp_torchrun/train.py", "run.sh", "selftest.py")
-    return project
+    copy_project(tmp_path / "03", ROOT / "03_ddp_multinode_spawn/train.py", "run.sh")
+    copy_project(tmp_path / "04", ROOT / "04_ddp_torchrun/train.py", "run.sh", "selftest.py")
+    return tmp_path
 
 
-@pytest.fixture(scope="session")
-def impatient(project, tmp_path_factory):
-    """The same, in which a rank waits 40 s for another, and a node of 03 waits 20 s for another."""
-    impatient = shutil.copytree(project, tmp_path_factory.mktemp("impatient") / "project")
-    join = "init_process_group("
+@pytest.fixture
+def impatient(project):
+    """In which a rank waits 40 s for another, and a node of 03 waits 20 s for another."""
     for name in ("03", "04"):
-        edit(impatient / name, "train.py",
+        edit(project / name, "train.py",
              ("import argparse\n", "import argparse\nfrom datetime import timedelta\n"),
-             (f'{join}"nccl"', f'{join}timeout=timedelta(0, 40), backend="nccl"'))
+             ('init_process_group("nccl"',
+              'init_process_group(timeout=timedelta(0, 40), backend="nccl"'))
     store = "args.master_port, args.nodes, is_master"
-    edit(impatient / "03", "train.py", (store, f"{store}, timedelta(0, 20)"))
-    return impatient
+    edit(project / "03", "train.py", (store, f"{store}, timedelta(0, 20)"))
+    return project
 
 
 class Job:
@@ -53,25 +50,24 @@ class Job:
     def __init__(self, hosts, project, *command, **settings):
         self.hosts, self.project, self.command, self.port = hosts, project, command, free_port()
         self.settings = {"NNODES": "2", "OMP_NUM_THREADS": "1", **settings}
-        self.place = project / f"job {self.port}"
+        self.place, self.nodes = project / f"job {self.port}", []
         self.place.mkdir()
-        self.nodes = []
 
     def start(self, rank, nproc=1, address=ADDRESSES["h0"], names=ADDRESSES):
         """Start one node, which connects to this address and knows these names of hosts."""
         given = {"project": self.project, "rank": rank, "nproc": nproc, "address": address,
-                 "port": self.port, "own": ADDRESSES[f"h{rank}"], "gpus": "2,1"}
+                 "port": self.port, "own": ADDRESSES[f"h{rank}"]}
         command = [str(part).format(**given) for part in self.command]
         command = self.hosts.on(f"h{rank}", self.place, *command, names=names)
-        settings = {"NODE_RANK": rank, "NPROC": nproc, "MASTER_ADDR": address,
-                    "MASTER_PORT": self.port, **self.settings}
-        settings = {name: str(value) for name, value in settings.items()}
+        settings = self.settings | {"NODE_RANK": str(rank), "NPROC": str(nproc),
+                                    "MASTER_ADDR": address, "MASTER_PORT": str(self.port)}
         self.nodes.append(Running(command, self.place, **settings))
 
     def start_three_processes(self, names=(ADDRESSES, ADDRESSES)):
         """Start both nodes, with two processes and one."""
         for rank in (0, 1):
             self.start(rank, 2 - rank, names=names[rank])
+        return self
 
     def finish(self, code=0):
         """The results of the nodes, which must end with this code within the bound from now on."""
@@ -82,9 +78,8 @@ class Job:
 
 
 def test_three_processes_train_as_on_one_machine(hosts, project, tmp_path):
-    jobs = [Job(hosts, project, *way, "--epochs", 1) for way in (RUN_03, RUN_04)]
-    for job in jobs:
-        job.start_three_processes()
+    jobs = [Job(hosts, project, *way, "--epochs", 1).start_three_processes()
+            for way in (RUN_03, RUN_04)]
     options = ["--data-dir", project / "04/common", "--epochs", 1]
     here = run_ranks(project / "04/train.py", 3, *options, cwd=tmp_path)
     for job in jobs:
@@ -106,14 +101,10 @@ def check_selftest(job):
 def test_selftest(hosts, project):
     """Also where each host has its own name at 127.0.1.1, as on Debian: Gloo needs an interface."""
     names = [{**ADDRESSES, host: "127.0.1.1"} for host in ADDRESSES]
-    failing = Job(hosts, project, *STATIC, SELFTEST)
+    failing = Job(hosts, project, *STATIC, SELFTEST).start_three_processes(names)
     with_interface = Job(hosts, project, *STATIC, SELFTEST, GLOO_SOCKET_IFNAME="eth0")
-    c10d = Job(hosts, project, *C10D, SELFTEST)
-    failing.start_three_processes(names)
-    with_interface.start_three_processes(names)
-    c10d.start_three_processes()
-    check_selftest(with_interface)
-    check_selftest(c10d)
+    check_selftest(with_interface.start_three_processes(names))
+    check_selftest(Job(hosts, project, *C10D, SELFTEST).start_three_processes())
     results = failing.finish(code=1)
     output = "".join(result.output for result in results)
     assert re.search("^FAILED: join: rank .*connectFullMesh failed", output, re.M), results
@@ -122,11 +113,9 @@ def test_selftest(hosts, project):
 def test_c10d_where_each_host_knows_only_its_own_name(hosts, project):
     """The node of rank 0 tells the others its name, or with --local-addr an address."""
     names = [{host: address} for host, address in ADDRESSES.items()]
-    failing = Job(hosts, project, *C10D, SELFTEST, "--timeout", 20)
+    failing = Job(hosts, project, *C10D, SELFTEST, "--timeout", 20).start_three_processes(names)
     working = Job(hosts, project, *C10D, "--local-addr={own}", SELFTEST)
-    for job in (failing, working):
-        job.start_three_processes(names)
-    check_selftest(working)
+    check_selftest(working.start_three_processes(names))
     results = failing.finish(code=1)
     assert "FAILED: join: " in results[0].output, results
     symptom = r"network addresses of \(h0, \d+\) cannot be retrieved"
@@ -147,18 +136,15 @@ def test_nodes_that_cannot_connect(hosts, impatient):
 
 
 def test_a_cut_link(hosts, impatient):
-    jobs = [Job(hosts, impatient, *way, "--epochs", 10**6) for way in (RUN_03, RUN_04)]
-    for job in jobs:
-        job.start_three_processes()
+    jobs = [Job(hosts, impatient, *way, "--epochs", 10**6).start_three_processes()
+            for way in (RUN_03, RUN_04)]
     for job in jobs:
         wait_for("epoch 1/", *job.nodes)
     hosts.link("h1", "down")
     try:
-        for job in jobs:
-            for result in job.finish(code=1):
-                assert re.search("Error|Exception", result.errors), result
+        for result in [result for job in jobs for result in job.finish(code=1)]:
+            assert re.search("Error|Exception", result.errors), result
     finally:
         hosts.link("h1", "up")
-        for job in jobs:
-            for node in job.nodes:
-                node.kill_all()
+        for node in [node for job in jobs for node in job.nodes]:
+            node.kill_all()
