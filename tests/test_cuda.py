@@ -52,17 +52,12 @@ CHECKS = [
 ]
 
 
-def visible_gpus():
-    """The GPUs that conftest.py hides from all other tests, as CUDA_VISIBLE_DEVICES names them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("CUDA_VISIBLE_DEVICES")
-        if VISIBLE_GPUS is not None:
-            patch.setenv("CUDA_VISIBLE_DEVICES", VISIBLE_GPUS)
-        count = torch.cuda.device_count()
-    return (VISIBLE_GPUS or ",".join(map(str, range(count)))).split(",")[:count]
-
-
-GPUS = visible_gpus()
+with pytest.MonkeyPatch.context() as patch:  # conftest.py hides the GPUs from all other tests
+    patch.delenv("CUDA_VISIBLE_DEVICES")
+    if VISIBLE_GPUS is not None:
+        patch.setenv("CUDA_VISIBLE_DEVICES", VISIBLE_GPUS)
+    count = torch.cuda.device_count()
+GPUS = (VISIBLE_GPUS or ",".join(map(str, range(count)))).split(",")[:count]
 if not GPUS:
     pytest.skip("needs a GPU", allow_module_level=True)
 TWO = len(GPUS[:2])  # or one
@@ -98,16 +93,12 @@ def without_fused_kernels(project):
 
 
 def launch(repository, folder, *options, cwd, gpus=GPUS[:2]):
-    """Run a folder's run.sh on these GPUs."""
+    """Run a folder's run.sh on these GPUs, and check the accuracy of the saved weights."""
     settings = {"MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": ",".join(gpus), **WITNESS}
-    command = ["bash", repository / folder / "run.sh", *options]
-    return passed(run(command, cwd, **settings), repository)
-
-
-def passed(result, repository):
-    assert result.code == 0, result
+    result = run(["bash", repository / folder / "run.sh", *options], cwd, **settings)
+    assert result.code == 0 and "on the CPU" not in result.output, result
     check_warnings(result, repository)
-    return result
+    return float(result.epochs()[-1]["accuracy"])
 
 
 @pytest.mark.parametrize(("folder", "gpus", "options"), [
@@ -123,12 +114,9 @@ def passed(result, repository):
 def test_trains_evaluates_and_saves(folder, gpus, options, copy, tmp_path):
     """DDP also with one GPU, if there is one; 05 takes two for each process."""
     options = ["--data-dir", copy / "common", "--epochs", 3, *options]
-    result = launch(copy, folder, *options, cwd=tmp_path, gpus=GPUS[:gpus])
-    assert "on the CPU" not in result.output, result
-    accuracy = float(result.epochs()[-1]["accuracy"])
-    assert accuracy >= 0.6, result
+    accuracy = launch(copy, folder, *options, cwd=tmp_path, gpus=GPUS[:gpus])
     # The CPU may classify an image differently that the GPU finds equally near to two digits
-    assert abs(accuracy - bare_accuracy(tmp_path / "mnist.pt")) <= 2 / 359, result
+    assert accuracy >= 0.6 and abs(accuracy - bare_accuracy(tmp_path / "mnist.pt")) <= 2 / 359
 
 
 def test_selftest(tmp_path):
@@ -155,8 +143,8 @@ def test_stops_on_gpus_and_resumes_there_and_then_without_them(script, more, tmp
     def train(*more, stop=0, **settings):
         result = run_ranks(script.split("/")[1], TWO, *options, *more, cwd=project,
                            stop=(0, signal.SIGTERM, stop), **settings)
-        return re.findall(r"(stopped|resuming).* at .*'images': (\d+)",
-                          passed(result, project).output)
+        check_warnings(result, project)
+        return re.findall(r"(stopped|resuming).* at .*'images': (\d+)", result.output)
 
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
     assert train(stop=7) == [("stopped", "512")]
@@ -180,7 +168,8 @@ def test_stops_on_gpus_and_resumes_there_and_then_without_them(script, more, tmp
 def test_05_in_each_way(script, nproc, options, copy, tmp_path):
     options = ["--data-dir", copy / "common", "--epochs", 3, *options]
     result = run_ranks(copy / "05_model_parallel" / script, nproc, *options, cwd=tmp_path)
-    first, *_, last = [float(line["loss"]) for line in passed(result, copy).epochs()]
+    check_warnings(result, copy)
+    first, *_, last = [float(line["loss"]) for line in result.epochs()]
     assert first > last + 0.1, result
 
 
@@ -196,5 +185,4 @@ def test_two_gpus_take_the_steps_of_one_with_the_whole_batch(tmp_path):
 
 @pytest.mark.skipif(MNIST is None, reason="MNIST_DIR is not set")
 def test_accuracy_on_mnist(tmp_path):
-    result = launch(ROOT, "04_ddp_torchrun", "--data-dir", MNIST, cwd=tmp_path)
-    assert float(result.epochs()[-1]["accuracy"]) >= 0.99, result
+    assert launch(ROOT, "04_ddp_torchrun", "--data-dir", MNIST, cwd=tmp_path) >= 0.99
