@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.checks import distance
+from helpers.checks import check_rank_0_saves, distance
 from helpers.projects import COPIES, apply, edit
 from helpers.ranks import run_ranks
 
@@ -41,8 +41,7 @@ def test_with_ddp_it_computes_what_one_process_does(ranks, one, tmp_path):
     result = run_ranks("own.py", ranks, cwd=tmp_path, WITNESS=tmp_path / "witness")
     assert result.output == one[1], result
     assert distance(tmp_path / "best.pt", one[0] / "best.pt") < 1e-12
-    saves = [line for line in (tmp_path / "witness").read_text().splitlines() if "saves" in line]
-    assert {line.split()[0] for line in saves} == {"0"}
+    check_rank_0_saves(tmp_path, ranks)
 
 
 def test_noise_differs_between_ranks_but_not_the_data_and_the_seed_sets_the_order(tmp_path):
