@@ -139,7 +139,7 @@ def check_steps(result, project, script, cwd, nproc, epochs=(1, 2)):
     ("fsdp.py", 4, "--batch-size 14 --shards 1", "each has 1 of 1"),
     ("fsdp.py", 4, "--batch-size 7 --accumulate 2 --shards 2", "each has 1 of 2"),
     ("fsdp.py", 4, "--batch-size 14 --shards 4", "each has 1 of 4"),
-])
+], ids="one two gpipe 1f1b tensor accumulate copies hsdp shards".split())
 def test_takes_the_steps_of_one_device(script, nproc, options, shows, exact, tmp_path):
     """And fsdp.py begins with the same weights, which each rank draws a block at a time."""
     result = train(exact, script, nproc, *options.split(), cwd=tmp_path)

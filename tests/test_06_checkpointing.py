@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import itertools
 import math
 import os
@@ -143,15 +144,13 @@ def cosine(step, total_steps):
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total_steps - warmup)))
 
 
-TRANSFORMERS = """
+TRANSFORMERS = f"""
 import math
 from torch.optim.lr_scheduler import LambdaLR
-
+{inspect.getsource(cosine)}
 def get_cosine_schedule_with_warmup(optimizer, warmup, total):
-    def factor(step):
-        progress = (step - warmup) / max(1, total - warmup)
-        return step / max(1, warmup) if step < warmup else (1 + math.cos(math.pi * progress)) / 2
-    return LambdaLR(optimizer, factor)
+    assert warmup == total // 10
+    return LambdaLR(optimizer, lambda step: cosine(step, total))
 """
 
 

@@ -1,4 +1,4 @@
-"""04 and 06 adapted to other models and data, as patches in copies/: right in what nobody sees."""
+"""Scripts adapted to other models and data, as patches in copies/: right in what nobody sees."""
 
 import json
 import math
@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 import torch
-from helpers.checks import bits, distance, equal
+from helpers.checks import bits, check_rank_0_saves, check_warnings, distance, equal, rate_factor
 from helpers.paths import ROOT
-from helpers.projects import apply, copy_project, edit, write_lines
+from helpers.projects import COPIES, apply, copy_project, edit, write_lines
 from helpers.ranks import run_ranks
 from helpers.scripts import declare_torchvision_operators, load_script
 
@@ -179,3 +179,138 @@ def test_language_model_resumes_bitwise_after_sigterm_and_sigkill(project, undis
     rates = [state["objects"].pop("scheduler")["_last_lr"] for state in states]  # not its own steps
     assert states[0] == states[1] and rates[0] == rates[1]
     assert states[0]["objects"].keys() == {"model", "optimizer", "ema"}
+
+
+# 04: two encoders, whose loss needs the batches of all ranks
+
+OLD = "images, labels = [part.to(device, non_blocking=True) for part in batch]"
+NEW = "batch = {name: part.to(device, non_blocking=True) for name, part in batch.items()}"
+
+
+@pytest.fixture
+def encoders(tmp_path):
+    """A copy of 04 with the patch, and pairs: an image is the sum of patterns, one per token.
+
+    It computes in float64, without clipping and AdamW: both would hide a wrong factor.
+    """
+    project = copy_project(tmp_path / "project", ROOT / "04_ddp_torchrun/train.py")
+    apply(project, "04_contrastive.patch")
+    random = torch.Generator().manual_seed(0)
+    patterns = torch.randn(40, 1, 28, 28, generator=random)
+    patterns[0] = 0  # of the padding
+    for name, number in (("train", 84), ("test", 41)):  # to train: two batches of 32, one of 20
+        tokens = torch.randint(1, 40, (number, 5), generator=random)
+        tokens[torch.arange(5) >= torch.randint(2, 6, (number, 1), generator=random)] = 0
+        images = patterns[tokens].sum(1) + torch.randn(number, 1, 28, 28, generator=random)
+        torch.save({"images": images, "tokens": tokens}, project / f"{name}.pt")
+    edit(project, "train.py", ("MAX_GRAD_NORM = 1.0", "MAX_GRAD_NORM = 1e9"),
+         ("torch.optim.AdamW(", "torch.optim.SGD("),
+         ('"images": image,', '"images": image.double(),'),
+         ("net = TwoEncoders()", "net = TwoEncoders().double()"))
+    return project
+
+
+def alone(project, peak, epochs):
+    """The weights, and the loss and recall@1 of each epoch; each batch in one piece."""
+    pairs, test_pairs = [torch.load(project / f"{name}.pt") for name in ("train", "test")]
+    torch.manual_seed(0)
+    net = load_script(project / "train.py").TwoEncoders().double()
+    lines, step, steps = [], 0, 3 * epochs
+    for epoch in range(1, epochs + 1):
+        total = 0
+        order = torch.randperm(84, generator=torch.Generator().manual_seed(epoch))
+        for rows in order.split(32):
+            images, texts, scale = net(pairs["images"][rows].double(), pairs["tokens"][rows])
+            scores = scale * images @ texts.T
+            loss = -(scores.log_softmax(0) + scores.log_softmax(1)).diag().mean() / 2
+            gradients = torch.autograd.grad(loss, list(net.parameters()))
+            for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+                parameter.data -= rate_factor(step, steps) * peak * gradient
+            total += loss.item() * len(rows) / 84
+            step += 1
+        with torch.no_grad():  # pair by pair, without the padding
+            found = [net(image[None].double(), tokens[tokens > 0][None])[:2]
+                     for image, tokens in zip(*test_pairs.values(), strict=True)]
+        right = [torch.stack([(image * text).sum() for _, text in found]).argmax() == number
+                 for number, (image, _) in enumerate(found)]
+        lines.append((f"{total:.4f}", f"{sum(right) / 41:.4f}"))
+    assert sum(right) > 4 and float(lines[-1][0]) < float(lines[0][0])  # it has learned something
+    return net.state_dict(), lines
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 4])
+def test_ranks_take_the_steps_of_one_with_the_whole_batch(nproc, encoders):
+    """And the recall is that of the saved weights, although no number divides the 41 pairs."""
+    options = ["--data-dir", ".", "--epochs", 6, "--batch-size", 32 // nproc]
+    result = run_ranks("train.py", nproc, *options, "--lr", 2 * (256 / 32) ** 0.5, cwd=encoders)
+    check_warnings(result, encoders)
+    line = r"^epoch .* loss (\S+)  recall@1 (\S+)  \S+ s  \d+ pairs/s$"
+    expected, lines = alone(encoders, peak=2, epochs=6)
+    assert re.findall(line, result.output, re.M) == lines, result
+    weights = torch.load(encoders / "last.pt")
+    assert weights.keys() == expected.keys() and "log_scale" in weights
+    for name in weights:
+        assert (weights[name] - expected[name]).abs().max() < 1e-12, name
+
+
+def test_the_line_of_04_ends_at_a_dictionary(encoders):
+    assert OLD in (ROOT / "04_ddp_torchrun/train.py").read_text()
+    edit(encoders, "train.py", (NEW, OLD))
+    result = run_ranks("train.py", 1, "--data-dir", ".", cwd=encoders, code=1)
+    assert "AttributeError: 'str' object has no" in result.errors, result
+
+
+# An own script: copies/own.py, to which own_ddp.patch adds DDP
+
+SHORT = [("SEED = 30,", "SEED = 8,"), ("patience=2", "patience=0, threshold=0.4")]
+EXACT = [("    torch.manual_seed(SEED)\n",
+          "    torch.manual_seed(SEED)\n    torch.set_default_dtype(torch.float64)\n"),
+         ("0.01 * torch.randn_like(points)", "0")]
+SAME_ORDER = [
+    ("shuffle=True", "sampler=sampler"),
+    ("    train_loader =", "    sampler = torch.utils.data.DistributedSampler(train_set, 1, 0)\n"
+     "    train_loader ="),
+    ("        model.train()\n", "        sampler.set_epoch(epoch)\n        model.train()\n"),
+]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The folder of own.py after a run as it is, except for the order of the samples."""
+    folder = tmp_path_factory.mktemp("one")
+    shutil.copy(COPIES / "own.py", folder)
+    edit(folder, "own.py", *SHORT, *EXACT, *SAME_ORDER)
+    result = run_ranks("own.py", 1, cwd=folder)
+    rates = {line.split()[-1] for line in result.output.splitlines()}
+    assert len(result.output.splitlines()) == 8 and len(rates) > 1, result
+    return folder, result.output
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_with_ddp_it_computes_what_one_process_does(ranks, one, tmp_path):
+    """Validation losses, learning rates, and the weights of the best epoch."""
+    shutil.copy(COPIES / "own.py", tmp_path)
+    apply(tmp_path, "own_ddp.patch")
+    edit(tmp_path, "own.py", *SHORT, *EXACT)
+    result = run_ranks("own.py", ranks, cwd=tmp_path, WITNESS=tmp_path / "witness")
+    assert result.output == one[1], result
+    assert distance(tmp_path / "best.pt", one[0] / "best.pt") < 1e-12
+    check_rank_0_saves(tmp_path, ranks)
+
+
+def test_noise_differs_between_ranks_but_not_the_data_and_the_seed_sets_the_order(tmp_path):
+    shutil.copy(COPIES / "own.py", tmp_path)
+    apply(tmp_path, "own_ddp.patch")
+    seen = "[*train_set[:], *test_set[:], list(train_sampler), noise]"
+    seen = f"torch.save({seen}, f'{{SEED}}-{{rank}}')\n            loss.backward()"
+    edit(tmp_path, "own.py", ("SEED = 30, 0", 'SEED = 1, int(os.environ["SEED"])'),
+         ("points = points + 0.01 * ", "noise = "), ("loss.backward()", seen))
+    orders = []
+    for seed in range(2):
+        run_ranks("own.py", 2, cwd=tmp_path, SEED=seed)
+        one, other = [torch.load(tmp_path / f"{seed}-{rank}") for rank in range(2)]
+        assert all(map(torch.equal, one[:4], other[:4]))  # points and labels of both sets
+        assert sorted(one[4] + other[4]) == [*range(1200)]
+        assert one[5].shape == other[5].shape and not torch.equal(one[5], other[5])
+        orders.append(one[4])
+    assert orders[0] != orders[1]

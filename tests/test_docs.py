@@ -174,7 +174,7 @@ def test_the_hunks_together_are_the_whole_diff(folder, tmp_path):
 
 @pytest.mark.parametrize("patch", sorted(COPIES.glob("*.patch")), ids=label)
 def test_a_patch_is_shown_in_a_readme(patch):
-    """As test_copies.py, test_additions.py or test_own_script.py applies it and runs the result."""
+    """As test_copies.py, test_llama.py or test_additions.py applies it and runs the result."""
     comment = f"<!-- {label(patch)} -->\n\n"
     (readme,) = [path for path in READMES if comment in path.read_text()]
     shown = readme.read_text().split(comment)[1].split("\n```\n")[0]

@@ -34,7 +34,7 @@ SETTINGS = re.compile("""(?x)SLURM_.*|TORCH_.*|N(PROC|NODES|ODE_RANK)|MASTER_.*|
 def clean_environment():
     """The environment of the tests, without what would change what a launch file does."""
     return {name: value for name, value in os.environ.items()
-            if not SETTINGS.fullmatch(name) or name.endswith("_PYTHON")}
+            if not SETTINGS.fullmatch(name)}
 
 
 class Result:
