@@ -313,7 +313,7 @@ def test_fsdp_computes_and_communicates_as_its_options_say(options, dtype, times
           "note_step(loss, model.patches.weight.grad)\n                total[0] +="),
          ("            nn.utils.clip_", "            note('seed', torch.initial_seed())\n"
           "            nn.utils.clip_"),
-         ("    # 5.", "    note(train_loader.worker_init_fn.__name__)\n    # 5."),
+         ("    # 5.", "    note(train_loader.worker_init_fn.__name__, torch.initial_seed())\n    # 5."),
          ("        if score is None", "        note({type(each).__name__ for each in "
           "model.parameters()} == {'DTensor'})\n        if score is None"),
          ("    dist.destroy", "    note(*map(signal.getsignal, (1, 2, 15)))\n"
@@ -323,8 +323,10 @@ def test_fsdp_computes_and_communicates_as_its_options_say(options, dtype, times
     ignored = ", ".join(map(repr, [signal.SIG_IGN] * 3))
     for seen in (f"('block', {dtype}, {dtype}), {2 * 2 * 14 * times}",
                  f"('loss', torch.float32), {2 * 14}", f"('averaged in bfloat16', False), {2 * 5}",
-                 "('ignore_stop_signals',), 1", "(True,), 2", f"({ignored}), 1"):
+                 "(True,), 2", f"({ignored}), 1"):
         assert result.output.count(f"({seen})\n") == 2, seen
+    for rank in (0, 1):  # whose DataLoader workers draw other numbers
+        assert result.output.count(f"(('ignore_stop_signals', {rank}), 1)\n") == 1, result
     seeds = re.findall(r"'seed', (\d+)\), 1\)", result.output)
     assert len({*seeds}) == len(seeds) == 2 * 2 * 5  # one per rank and step
 

@@ -259,6 +259,7 @@ def test_stopped_in_an_evaluation_it_only_evaluates_again(project, tmp_path):
     line = f"resuming from checkpoint.pt at {done}\nepoch 1/1  loss nan  accuracy "
     assert again.output.startswith(line), again
     assert (tmp_path / "steps-1").read_text().count("\n") == 25
+    assert {*(tmp_path / "seeds").read_text().split()} == {"0", "1"}  # of the two ranks
 
 
 @pytest.fixture
