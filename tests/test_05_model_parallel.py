@@ -313,7 +313,8 @@ def test_fsdp_computes_and_communicates_as_its_options_say(options, dtype, times
           "note_step(loss, model.patches.weight.grad)\n                total[0] +="),
          ("            nn.utils.clip_", "            note('seed', torch.initial_seed())\n"
           "            nn.utils.clip_"),
-         ("    # 5.", "    note(train_loader.worker_init_fn.__name__, torch.initial_seed())\n    # 5."),
+         ("    # 5.", "    note(train_loader.worker_init_fn.__name__, torch.initial_seed())\n"
+          "    # 5."),
          ("        if score is None", "        note({type(each).__name__ for each in "
           "model.parameters()} == {'DTensor'})\n        if score is None"),
          ("    dist.destroy", "    note(*map(signal.getsignal, (1, 2, 15)))\n"
@@ -396,21 +397,21 @@ def test_each_process_has_its_own_two_gpus_or_the_cpu(gpus, rank, devices, monke
 
 
 def test_each_layer_and_micro_batch_is_on_its_device_and_dropout_differs(tmp_path):
-    """The second device is `meta`, for tensors without memory."""
+    """The other device is `meta`, for tensors without memory, which cannot move back."""
     project = copy_project(tmp_path / "project", FOLDER / "train.py")
-    note = """            for layer in (net.layer1, net.layer2):
-                layer.register_forward_pre_hook(lambda layer, inputs: print(
-                    len(inputs[0]), inputs[0].device, [each.device for each in layer.parameters()]))
-            scores = net(images)
-            print(scores.device, labels.device, [each.device for each in net.fc.parameters()])
-            sys.exit(f'{torch.initial_seed()}')
+    note = """            print([each.device.type for each in (images, labels, *net.parameters())])
+            for layer in (net.layer1, net.layer2):
+                layer.register_forward_pre_hook(
+                    lambda layer, inputs: print(len(inputs[0]), inputs[0].device))
+            rank or net(images)
+            sys.exit(f'{rank} {torch.initial_seed()}')
 """
     edit(project, "train.py", ("DDP(net, gradient_as_bucket_view=True)", "net"),
          ("            loss = criterion", f"{note}            loss = criterion"))
-    options = ["--devices", "cpu,meta,cpu,meta", "--batch-size", 8, "--chunks", 3]
+    options = ["--devices", "cpu,meta,meta,cpu", "--batch-size", 8, "--chunks", 3]
     result = run_ranks("train.py", 2, *options, "--data-dir", "common", cwd=project, code=1)
-    assert sorted(result.errors.splitlines()) == ["0", "1"], result  # the seeds
-    lines = re.sub(r"device\(type='(\w+)'\)", r"\1", result.output)
-    shown = [f"{n} {device} [{', '.join([device] * 4)}]" for n in (3, 3, 2)
-             for device in ("cpu", "meta")] + ["meta meta [meta, meta]"]
-    assert sorted(lines.splitlines()) == sorted(2 * shown), result
+    assert sorted(result.errors.splitlines()) == ["0 0", "1 1"], result  # rank and seed
+    shown = [f"{n} {device}" for n in (3, 3, 2) for device in ("cpu", "meta")]  # of layers 1 and 2
+    for first, second in (("cpu", "meta"), ("meta", "cpu")):
+        shown.append(str([first, second, *[first] * 4, *[second] * 6]))
+    assert sorted(result.output.splitlines()) == sorted(shown), result
