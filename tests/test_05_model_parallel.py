@@ -382,14 +382,14 @@ def test_no_rank_holds_the_whole_model_at_the_start(exact, tmp_path):
 
 
 @pytest.mark.parametrize(("gpus", "rank", "devices"), [
-    (4, 0, ["cuda:0", "cuda:1"]),
-    (4, 1, ["cuda:2", "cuda:3"]),
+    (4, 2, ["cuda:0", "cuda:1"]),  # on the second machine
+    (4, 3, ["cuda:2", "cuda:3"]),
     (3, 0, ["cpu", "cpu"]),
     (3, 1, ["cpu", "cpu"]),
     (0, 0, ["cpu", "cpu"]),
 ])
 def test_each_process_has_its_own_two_gpus_or_the_cpu(gpus, rank, devices, monkeypatch, capsys):
-    launch = {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+    launch = {"RANK": rank, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}
     args = parse(monkeypatch, FOLDER / "train.py", gpus=gpus, **launch)
     assert [str(device) for device in args.devices] == devices
     line = "training on the CPU: it needs 4 GPUs, and PyTorch finds 3\n"
