@@ -100,6 +100,15 @@ def sync_batch_norm_on_the_cpu(rank):
         DDP(net)
 
 
+@row("`DistributedDataParallel is not needed when a module`")
+@row("`Expected more than 1 value per channel")
+def nothing_to_train_and_a_batch_of_one(rank):
+    with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed when a module"):
+        DDP(nn.Linear(1, 1).requires_grad_(False))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        nn.BatchNorm1d(2)(torch.ones(1, 2))
+
+
 def slowly(batch):
     time.sleep(2 * batch[0])
     return batch
