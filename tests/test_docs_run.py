@@ -5,7 +5,7 @@ import shlex
 import sys
 
 import pytest
-from helpers.commands import Running, free_port, run
+from helpers.commands import free_port, run
 from helpers.paths import ROOT, label
 from helpers.projects import copy_repository, edit
 from helpers.ranks import run_ranks
@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 LEARNED = 1.5  # a loss: it begins at 2.3, and label smoothing keeps it above 0.5
 NOT_RUN = {  # a pattern of commands, and why test_every_command_runs leaves them out
     r"pip install": "CI runs both in a fresh clone",
-    r"10\.0\.0\.1|/shared/": "needs a second machine; see test_the_commands_for_two_machines",
+    r"10\.0\.0\.1|/shared/": "needs a second machine, as slow/test_hosts.py has",
     r"cuda:0,cuda:1": "needs two GPUs",
     r"--compile": "needs a C++ compiler",
     r"pkill|python tests/": "is for a run of the reader's, or takes many minutes",
@@ -89,30 +89,6 @@ def sandbox(tmp_path):
             continue
         edit(copy, script.relative_to(copy), ('default=1, help="passes', 'default=3, help="passes'))
     return copy
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "folder", ["03_ddp_multinode_spawn", "04_ddp_torchrun", "06_checkpointing"]
-)
-def test_the_commands_for_two_machines(folder, sandbox):
-    """The plain commands as shown, except for the address, for two nodes on this machine."""
-    plain = [line for line in commands(ROOT / folder / "README.md") if "10.0.0.1" in line]
-    plain = [line for line in plain if line.startswith(("python", "torchrun"))]
-    plain = [line for line in plain for _ in range(1 + ("c10d" in line))]  # the same on both
-    for pair in zip(plain[::2], plain[1::2], strict=True):
-        settings, running = {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}, []
-        for command in pair:
-            command = command.replace("10.0.0.1", "127.0.0.1").replace("/shared/", "")
-            command = re.sub("29[45]00", settings["MASTER_PORT"], command)
-            running.append(Running(["bash", "-c", command], sandbox, **settings))
-        results = [each.finish() for each in running]
-        assert [result.code for result in results] == [0, 0], results
-        output = "".join(result.output for result in results)
-        if "selftest.py" in pair[0]:
-            assert "OK: all checks passed on 4 ranks" in output, results
-        else:
-            assert float(re.findall(r"^epoch 3/3  loss (\S+)", output, re.M)[0]) < LEARNED, results
 
 
 def test_the_programs_in_the_readmes(tmp_path):
