@@ -207,6 +207,14 @@ def test_fsdp_resumes_on_any_number_of_ranks_with_each_image_once(exact, tmp_pat
         result = train(exact, "fsdp.py", nproc, *options, cwd=folder)
         assert "resuming from checkpoint/epoch-0001-image-000000000168 at " in result.output, result
         check_steps(result, exact, "fsdp.py", folder, nproc, epochs=[2])
+    # With another batch the rate is that of the progress, too, from the first step on
+    project = shutil.copytree(exact, tmp_path / "project")
+    step = "            optimizer.step()\n"
+    show = "            print('rate', optimizer.param_groups[0]['lr'])\n"
+    edit(project, "fsdp.py", (step, show + step))
+    result = train(project, "fsdp.py", 1, "--batch-size", 30, cwd=tmp_path)
+    rate = 0.01 * (30 / 256) ** 0.5 * rate_factor(24 * 168 / 720, 24)
+    assert float(re.search("rate (.*)", result.output)[1]) == pytest.approx(rate, rel=1e-12)
 
 
 def test_fsdp_stopped_in_an_evaluation_only_evaluates_again(exact, tmp_path):
@@ -238,10 +246,13 @@ def test_fsdp_keeps_the_whole_weights_of_the_best_epoch(exact, tmp_path):
 def test_fsdp_rejects_a_checkpoint_of_another_run(exact, tmp_path):
     train(exact, "fsdp.py", 2, *TWO_RANKS, cwd=tmp_path, stop=1)
     saved = sorted((tmp_path / "checkpoint").iterdir())
-    for change, problem in (("--width=32", "ValueError: cannot load "),  # torch's reason is above
-                            ("--depth=1", '"parameters": '), ("--seed=2", '"seed": 1, '),
-                            ("--lr=0.1", '"lr": 0.01, ')):
-        result = train(exact, "fsdp.py", 2, *TWO_RANKS, change, cwd=tmp_path, code=1)
+    fewer = shutil.copytree(exact, tmp_path / "fewer images")
+    fewer_digits(fewer, now=40, digits=30)
+    for project, change, problem in (
+            (exact, "--width=32", "ValueError: cannot load "),  # torch's reason is above it
+            (exact, "--depth=1", '"parameters": '), (exact, "--seed=2", '"seed": 1, '),
+            (exact, "--lr=0.1", '"lr": 0.01, '), (fewer, "--epochs=2", '"images": 360, ')):
+        result = train(project, "fsdp.py", 2, *TWO_RANKS, change, cwd=tmp_path, code=1)
         assert problem in result.errors and "checkpoint" in result.errors, result
         assert sorted((tmp_path / "checkpoint").iterdir()) == saved
 
