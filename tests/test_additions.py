@@ -28,19 +28,22 @@ TOGETHER = [  # all other pairs are in one of them
 ]
 
 
-def patched(file, *names):
-    """Write 04 with the hunks of these additions that fit, and return whether all of them do."""
+def misfits(file, *names):
+    """Write 04 with the hunks of these additions that fit, and return what patch says of others."""
     shutil.copy(ROOT / "04_ddp_torchrun/train.py", file)
-    command = ["patch", "-s", "-F0", "-r", "-", file]
-    patches = [COPIES / f"add_{name}.patch" for name in names]
-    done = [subprocess.run([*command, patch], stdout=subprocess.DEVNULL) for patch in patches]
-    return all(each.returncode == 0 for each in done)
+    failed = ""
+    for name in names:
+        command = ["patch", "-F0", "-r", "-", file, COPIES / f"add_{name}.patch"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        failed += f"add_{name}.patch does not fit:\n{done.stdout}" if done.returncode else ""
+    return failed
 
 
 def added(folder, *names, digits=20):
     """A copy of 04 with these additions, and few digits, each nine times: 180 images to train."""
     project = copy_project(folder / "project", ROOT / "04_ddp_torchrun/train.py")
-    assert patched(project / "train.py", *names) or names == BY_HAND, names
+    failed = misfits(project / "train.py", *names)
+    assert not failed or names == BY_HAND, failed
     fewer_digits(project, now=140, digits=digits)
     return project
 
@@ -70,10 +73,10 @@ def test_two_additions_fit_or_are_rejected(tmp_path):
         assert pair == EXCLUSIVE or any({*pair} <= {*names} for names in TOGETHER), pair
         sides = [tmp_path / name for name in (pair[0], "base", pair[1])]
         for side, names in zip(sides, (pair[:1], (), pair[1:]), strict=True):
-            assert patched(side, *names), names
+            assert not (failed := misfits(side, *names)), failed
         merged = subprocess.run(["git", "merge-file", "-p", *sides], capture_output=True, text=True)
         for order in (pair, pair[::-1]):
-            fits = patched(tmp_path / "both", *order)
+            fits = not misfits(tmp_path / "both", *order)
             assert fits == (pair not in (BY_HAND, EXCLUSIVE)), order
             same = (tmp_path / "both").read_text() == merged.stdout
             assert fits == (merged.returncode == 0) == same, order
