@@ -153,6 +153,7 @@ def the_wrapper_was_saved(rank):
 
 @row("`Connection reset by peer`")
 def another_rank_has_ended(rank):
+    dist.barrier()  # until both have connected
     if rank == 1:
         os._exit(0)
     with pytest.raises(RuntimeError, match="Connection (closed|reset) by peer"):
