@@ -29,6 +29,7 @@ def test_both_ranks_train_evaluate_and_save(exact, tmp_path):
 def test_a_copy_trains_three_ranks_with_a_remainder(tmp_path):
     """Neither the test images nor the last batch can be split equally."""
     project = copy_project(tmp_path / "my project", FOLDER / "train.py")
+    fewer_digits(project, now=140, digits=40)
     decoy = tmp_path / "common"  # one level up, where the repository has it: the copy must win
     decoy.mkdir()
     (decoy / "__init__.py").write_text("raise ImportError('the wrong common')")
@@ -39,7 +40,7 @@ def test_a_copy_trains_three_ranks_with_a_remainder(tmp_path):
 
 def test_two_ranks_take_the_steps_of_one_with_the_whole_batch(tmp_path):
     project = splittable(tmp_path / "project")
-    fewer_digits(project, now=140, digits=60)
+    fewer_digits(project, now=140, digits=30)
     one, two = [trained(project, nproc, "--batch-size", 192 // nproc) for nproc in (1, 2)]
     assert distance(one, two) < 1e-12
 

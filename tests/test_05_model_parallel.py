@@ -101,7 +101,8 @@ def alone(project, script):
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP[script]))
             optimizer.step()
             optimizer.zero_grad()
-        right = (model(test_set[0]).argmax(1) == test_set[1]).double().mean()
+        with torch.no_grad():
+            right = (model(test_set[0]).argmax(1) == test_set[1]).double().mean()
         lines.append(f"epoch {epoch}/2  loss {total / len(order):.4f}  accuracy {right:.4f}  "
                      f"7.0 s  {len(order) / 7:.0f} images/s")
     torch.set_default_dtype(torch.float32)

@@ -28,13 +28,13 @@ FOLDER = ROOT / "06_checkpointing"
 
 
 def test_two_ranks_train_and_a_rerun_has_nothing_to_do(repository, tmp_path):
-    options = ["--epochs", 3]
+    options = ["--epochs", 2]
     result = launch(repository, "06_checkpointing", *options, cwd=tmp_path, NPROC="2")
-    check_trained(result, tmp_path)
+    check_trained(result, tmp_path, epochs=2, at_least=0.5)
     first = (tmp_path / "mnist.pt").rename(tmp_path / "first.pt")
     again = run_ranks(repository / "06_checkpointing/train.py", 2, *options, cwd=tmp_path)
     done = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["done"]
-    assert (done["epoch"], done["images"]) == (4, 0)
+    assert (done["epoch"], done["images"]) == (3, 0)
     assert again.output == f"resuming from checkpoint.pt at {done}\n", again
     assert equal(first, tmp_path / "mnist.pt")
 

@@ -16,7 +16,7 @@ SCONTROL = """
 case "$*" in
   "show hostnames"*) echo 127.0.0.1 ;;
   "show job --oneliner "*) kill -TERM $$; cat record ;;  # signals reach all processes of a job
-  *) sleep 2; if [ -e ended ]; then echo too late; else echo "scontrol $*"; fi >> calls ;;
+  *) sleep 1; if [ -e ended ]; then echo too late; else echo "scontrol $*"; fi >> calls ;;
 esac
 """
 SRUN = """
@@ -34,7 +34,7 @@ def scontrol(tmp_path, monkeypatch):
     """Run in a folder with a fake scontrol on the PATH, and restore the signals' handlers."""
     monkeypatch.chdir(tmp_path)
     Path("record").write_text(record())
-    quick = SCONTROL.replace("sleep 2", ":")
+    quick = SCONTROL.replace("sleep 1", ":")
     monkeypatch.setenv("PATH", fake_tools(tmp_path / "fake", scontrol=quick))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     stop_signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -36,9 +36,9 @@ def docker_run(folder, *options, tools=(), **settings):
 
 def test_both_ranks_train_evaluate_and_save(repository, tmp_path):
     path = fake_tools(tmp_path / "fake", docker=DOCKER)
-    result = launch(repository, "08_docker", "--epochs", 2, cwd=tmp_path, PATH=path, NPROC="2")
-    check_trained(result, tmp_path, epochs=2)
-    assert (tmp_path / "calls").read_text().endswith(" /app/train.py --epochs 2\n")
+    result = launch(repository, "08_docker", "--epochs", 1, cwd=tmp_path, PATH=path, NPROC="2")
+    check_trained(result, tmp_path, epochs=1, at_least=0.3)
+    assert (tmp_path / "calls").read_text().endswith(" /app/train.py --epochs 1\n")
 
 
 def test_gpus_and_two_machines(tmp_path):

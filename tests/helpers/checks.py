@@ -11,7 +11,7 @@ from helpers.commands import WITNESS, run
 from helpers.paths import DIGITS, ROOT
 
 EXACT = ["--batch-size", 50, "--seed", 3]  # no rank's images can be split equally
-VERY_FEW = 30  # different digits, each at nine positions
+VERY_FEW = 20  # different digits, each at nine positions
 
 
 def rate_factor(step, total_steps):
