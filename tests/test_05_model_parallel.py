@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.checks import check_rank_0_saves, check_trained, distance, equal, launch, rate_factor
 from helpers.paths import ROOT
-from helpers.projects import copy_project, edit, fewer_digits, without_batch_norm
+from helpers.projects import CLOCK, copy_project, edit, fewer_digits, without_batch_norm
 from helpers.ranks import run_ranks
 from helpers.scripts import load_script, parse
 from torch import nn
@@ -56,10 +56,7 @@ def exact(tmp_path_factory):
     fewer_digits(exact, now=140, digits=40)
     without_batch_norm(exact)
     for script, clip in CLIP.items():
-        edit(exact, script, ("import os\n", "import itertools\nimport os\n"),
-             ("MAX_GRAD_NORM = ", f"MAX_GRAD_NORM = {clip} or "),
-             ("\nfaulthandler.", "\nCLOCK = itertools.count(step=7)\nfaulthandler."),
-             ("time.perf_counter()", "next(CLOCK)"))
+        edit(exact, script, *CLOCK, ("MAX_GRAD_NORM = ", f"MAX_GRAD_NORM = {clip} or "))
     edit(exact, "fsdp.py", ("model(images).float()", "model(images)"))
     edit(exact, "pipeline.py", ("    lr = args.lr", "    print(schedule)\n    lr = args.lr"))
     edit(exact, "tensor_parallel.py", ("    lr = args.lr", "    print(SHAPES)\n    lr = args.lr"),

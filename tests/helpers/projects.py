@@ -10,6 +10,8 @@ from helpers.ranks import run_ranks
 
 FEW = 140 * 9  # training images in a copy
 COPIES = ROOT / "tests/copies"
+CLOCK = [("import os\n", "import itertools\nimport os\n"), ("time.perf_counter()", "next(CLOCK)"),
+         ("\nfaulthandler.", "\nCLOCK = itertools.count(step=7)\nfaulthandler.")]
 IGNORED = shutil.ignore_patterns(".git", ".venv", "*cache*", "data", "*.pt")
 
 
