@@ -178,7 +178,7 @@ def gradients_on_one_device(net, points, step, ranks, batch, seed):
 @pytest.mark.parametrize("factor", [rate_factor, cosine], ids=["linear", "cosine"])
 def test_each_option_may_change_and_the_rate_follows_the_progress(
         factor, project, tmp_path, monkeypatch):
-    """Stopped on two processes, finished on one, extended, resumed on three with other options.
+    """Stopped on two processes, shortened, finished on one, extended, resumed on three.
 
     The steps, losses and scores are those of one device. No number divides the 800 points and 201.
     """
@@ -194,12 +194,12 @@ def test_each_option_may_change_and_the_rate_follows_the_progress(
         edit(own, "train.py", (f"    scheduler = {SCHEDULE}\n", textwrap.indent(lines, "    ")),
              ("import argparse\n", f"import argparse\n{imported}"))
     starts = [
-        ({"--epochs": 1, "--batch-size": 24}, 2, 6, 0),
-        ({"--accumulate": 4}, 1, None, 6 * 48),
+        ({"--epochs": 4, "--batch-size": 24}, 2, 6, 0),
+        ({"--epochs": 1, "--accumulate": 4}, 1, None, 6 * 48),
         ({"--epochs": 2}, 1, 6, 800),
         ({"--epochs": 3, "--batch-size": 8, "--accumulate": 2}, 3, None, 800 + 2 * 96),
     ]
-    options = {"--epochs": 1, "--lr": 0.5, "--accumulate": 1, "--seed": 3}
+    options = {"--lr": 0.5, "--accumulate": 1, "--seed": 3}
     steps = tmp_path / "steps-0"
     script = load_script(own / "train.py")
     points, [inputs, labels] = script.Points(0, 800), script.Points(800, 1001).tensors
