@@ -43,7 +43,7 @@ def test_two_ranks_train_and_a_rerun_has_nothing_to_do(repository, tmp_path):
 OWN = """
 class Points(torch.utils.data.TensorDataset):
     def __init__(self, first, last):
-        points = torch.randn(1001, 6, generator=torch.Generator().manual_seed(0))[first:last]
+        points = torch.randn(1003, 6, generator=torch.Generator().manual_seed(0))[first:last]
         super().__init__(points, (points[:, :3].sum(1) > points[:, 3:].sum(1)).long())
 
 
@@ -73,7 +73,7 @@ def project(tmp_path_factory):
     """
     project = copy_project(tmp_path_factory.mktemp("copy") / "my project", FOLDER / "train.py")
     changes = [
-        ("load_mnist(args.data_dir)", "Points(0, 800), Points(800, 1001)"),
+        ("load_mnist(args.data_dir)", "Points(0, 800), Points(800, 1003)"),
         ("ConvNet().to(device, memory_format=torch.channels_last)", "network().to(device)"),
         ("\n\ndef parse_args", f"\n{OWN}\n\ndef parse_args"),
         (LOOP, f'    record("seeds", torch.initial_seed())\n{LOOP}'),
@@ -180,7 +180,8 @@ def test_each_option_may_change_and_the_rate_follows_the_progress(
         factor, project, tmp_path, monkeypatch):
     """Stopped on two processes, shortened, finished on one, extended, resumed on three.
 
-    The steps, losses and scores are those of one device. No number divides the 800 points and 201.
+    The steps, losses and scores are those of one device. Three divides neither the 800 points nor
+    the 203 to evaluate.
     """
     own = shutil.copytree(project, tmp_path / "own")
     edit(own, "train.py", LAYERS, ("(points, (", "(points.double(), ("),
@@ -202,7 +203,7 @@ def test_each_option_may_change_and_the_rate_follows_the_progress(
     options = {"--lr": 0.5, "--accumulate": 1, "--seed": 3}
     steps = tmp_path / "steps-0"
     script = load_script(own / "train.py")
-    points, [inputs, labels] = script.Points(0, 800), script.Points(800, 1001).tensors
+    points, [inputs, labels] = script.Points(0, 800), script.Points(800, 1003).tensors
     torch.manual_seed(3)
     net = script.network()
     groups = [{"params": part.parameters()} for part in (net[:2], net[2:])]
