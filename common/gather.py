@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 def all_gather(tensor):
     """Stack the ranks' tensors, all of one shape and dtype: [...] to [world_size, ...]."""
+    tensor = tensor.contiguous()  # NCCL copies memory: parts in another order would get it mixed up
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor.contiguous())
+    dist.all_gather(parts, tensor)
     return torch.stack(parts)
 
 

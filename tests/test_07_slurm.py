@@ -89,11 +89,11 @@ def test_the_launch_on_two_nodes(tmp_path):
     """
     srun = 'kill -TERM $PPID; sleep 0.1; echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT $*"'
     path = fake_tools(tmp_path / "fake", scontrol=SCONTROL, srun=srun)
-    job = NODE | {"SLURM_JOB_ID": "20007", "SLURM_JOB_NUM_NODES": "2", "NPROC": ""}
+    job = NODE | {"SLURM_JOB_ID": "20123", "SLURM_JOB_NUM_NODES": "2", "NPROC": ""}
     result = run(["bash", FOLDER / "run.sh", "--amp"], tmp_path, PATH=path, **job)
     assert result.code == 0, result
     words = "110 --kill-on-bad-exit=1 --cpus-per-task=2 torchrun --nnodes=2 --nproc-per-node=gpu "
-    words += "--rdzv-backend=c10d --rdzv-id=20007 --rdzv-endpoint=127.0.0.1:10007"
+    words += "--rdzv-backend=c10d --rdzv-id=20123 --rdzv-endpoint=127.0.0.1:10123"
     assert result.output == f"{words} 07_slurm/train.py --amp\n", result
     options = set((FOLDER / "run.sh").read_text().split("\nset -eu\n")[0].splitlines())
     assert {"#SBATCH --requeue", "#SBATCH --open-mode=append"} <= options

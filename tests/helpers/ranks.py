@@ -1,6 +1,6 @@
 """Run scripts in ranks that are forked, not started by torchrun: seconds sooner."""
 
-import multiprocessing
+import multiprocessing.connection
 import os
 import runpy
 import sys
@@ -38,10 +38,16 @@ def start(function, arguments):
 
 
 def exit_codes(ranks, limit=300):
-    """Wait for the ends of ranks and return their exit codes; SIGKILL ends them at the limit."""
+    """Wait for the ends of ranks and return their exit codes; SIGKILL ends them at the limit.
+
+    That is a minute after one of them has failed: the others may wait for it.
+    """
     end = time.monotonic() + limit
-    for process in ranks:
-        process.join(max(0, end - time.monotonic()))
+    while running := [process.sentinel for process in ranks if process.exitcode is None]:
+        if not multiprocessing.connection.wait(running, max(0, end - time.monotonic())):
+            break
+        if any(process.exitcode for process in ranks):
+            end = min(end, time.monotonic() + 60)
     for process in ranks:
         process.kill()
         process.join()
