@@ -5,9 +5,6 @@
 """
 
 import argparse
-import faulthandler
-import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -24,8 +21,6 @@ from common.model import ConvNet
 
 MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
 
-faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints where this process is
-
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -41,9 +36,9 @@ def parse_args():
     add("--amp", action="store_true", help="mixed precision: autocast to bfloat16")
     add("--compile", action="store_true", help="compile the model: slower start, faster steps")
     args = parser.parse_args()
-    folder = args.output.parent
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        parser.error(f"{folder} is not a writable folder")
+    if min(args.epochs, args.batch_size) < 1 or args.output.is_dir():
+        parser.error("--epochs and --batch-size must be at least 1, and --output a file")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     return args
 
 
@@ -80,7 +75,8 @@ def train(args):
         net.train()
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()
-        total = torch.zeros(2, dtype=torch.float64, device=device)  # of the losses, of the images
+        total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
+        # None: on a terminal only
         bar = tqdm(train_loader, title, leave=False, disable=None)
         for batch in bar:
             images, labels = [part.to(device, non_blocking=True) for part in batch]
@@ -95,9 +91,9 @@ def train(args):
             optimizer.zero_grad()
         loss = (total[0] / total[1]).item()  # waits for the GPU
         seconds = time.perf_counter() - start
-        score = evaluate(net, test_loader, device)
-        print(f"{title}  loss {loss:.4f}  accuracy {score:.4f}  {seconds:.1f} s  "
-              f"{total[1] / seconds:.0f} images/s", flush=True)
+        accuracy = evaluate(net, test_loader, device)
+        print(f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  "
+              f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s", flush=True)
 
     # 6. Save
     torch.save(net.state_dict(), args.output)

@@ -7,7 +7,6 @@ Node 0 has 8 GPUs and the address 10.0.0.1, node 1 has 2 GPUs:
 """
 
 import argparse
-import faulthandler
 import os
 import signal
 import sys
@@ -29,9 +28,6 @@ from common.model import ConvNet
 
 MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
 
-faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints where this process is
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # DDP-0: Linux sends it when the parent process dies
-
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -46,56 +42,59 @@ def parse_args():
         default="cuda" if torch.cuda.is_available() else "cpu", help="where to train")
     add("--amp", action="store_true", help="mixed precision: autocast to bfloat16")
     add("--compile", action="store_true", help="compile the model: slower start, faster steps")
-    add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # DDP-2
-    gpus = str(torch.cuda.device_count() if torch.cuda.is_available() else 2)  # DDP-0
-    add("-n", "--nodes", type=int, default=1, help="number of nodes")
-    add("-g", "--gpus", default=gpus, help="processes of every node, or of each: 8,2")
+    add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # DDP-2: small batches
+    nprocs = torch.cuda.device_count() if torch.cuda.is_available() else 2  # DDP-0: how many
+    add("-n", "--nodes", type=int, default=1, help="number of nodes")  # DDP-0: on which nodes
+    add("-g", "--nprocs", default=f"{nprocs}", help="processes of every node, or of each: 8,2")
     add("-i", "--node-rank", type=int, default=0, help="number of this node: 0, 1, ...")
     add("--master-addr", default="127.0.0.1", help="address of node 0")
     add("--master-port", type=int, default=29500, help="free port on node 0")
     args = parser.parse_args()
-    folder = args.output.parent
-    gpus = [int(number) for number in args.gpus.split(",")]  # DDP-0
-    args.gpus = gpus if len(gpus) > 1 else gpus * args.nodes
-    if len(args.gpus) != args.nodes:
-        parser.error(f"--gpus has {len(args.gpus)} numbers, and there are {args.nodes} nodes")
-    saves = args.node_rank == 0  # DDP-4: only rank 0 saves
-    if saves and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        parser.error(f"{folder} is not a writable folder")
+    numbers = [int(number) for number in args.nprocs.split(",")]  # DDP-0: of one node, or of each
+    args.per_node = numbers if len(numbers) > 1 else numbers * args.nodes
+    if len(args.per_node) != args.nodes:
+        parser.error(f"--nprocs has {len(numbers)} numbers, and there are {args.nodes} nodes")
+    if min(args.epochs, args.batch_size, *args.per_node) < 1 or args.output.is_dir():
+        parser.error("--epochs, --batch-size and --nprocs must be at least 1, and --output a file")
+    if args.node_rank == 0:  # DDP-4: only rank 0 saves
+        args.output.parent.mkdir(parents=True, exist_ok=True)
     return args
 
 
-def train(local_rank, args):  # DDP-0
+def train(local_rank, args):  # DDP-0: in each of the processes
     # 1. Setup
-    device = torch.device(f"cuda:{local_rank}" if args.device == "cuda" else "cpu")  # DDP-1
+    # DDP-1: one GPU per process, or the CPU
+    device = torch.device(f"cuda:{local_rank}" if args.device == "cuda" else "cpu")
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # one GPU per process, set before init_process_group
-    store = dist.TCPStore(args.master_addr, args.master_port)
-    rank, world_size = sum(args.gpus[: args.node_rank]) + local_rank, sum(args.gpus)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store,
-                            rank=rank, world_size=world_size)
+        torch.cuda.set_device(device)  # before init_process_group
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store = dist.TCPStore(args.master_addr, args.master_port)  # DDP-1: on node 0
+    rank = sum(args.per_node[: args.node_rank]) + local_rank  # after those of the nodes before
+    dist.init_process_group(backend, store=store, rank=rank, world_size=sum(args.per_node),
+                            device_id=device if device.type == "cuda" else None)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
 
     # 2. Data
-    train_set, test_set = load_mnist(args.data_dir)
+    train_set, test_set = load_mnist(args.data_dir, local_rank == 0)  # DDP-3: one downloads it
+    options = {"pin_memory": device.type == "cuda"}
     train_sampler = DistributedSampler(train_set, seed=args.seed)  # DDP-3: one shard per rank
     test_sampler = DistributedSampler(test_set, shuffle=False)
-    options = {"pin_memory": device.type == "cuda"}
-    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **options)  # DDP-3
+    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **options)
     test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
     # 3. Model
     net = ConvNet().to(device, memory_format=torch.channels_last)
-    if args.sync_bn:  # DDP-2
+    if args.sync_bn:  # DDP-2: convert BatchNorm, then wrap the model
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    model = DDP(net, gradient_as_bucket_view=True)  # DDP-2: backward averages the gradients
+    model = DDP(net, gradient_as_bucket_view=True)  # backward averages the gradients
     if args.compile:
         model = torch.compile(model)
-    torch.manual_seed(args.seed + rank)  # DDP-3: different dropout per rank
+    torch.manual_seed(args.seed + rank)  # DDP-3: other random numbers on each rank
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    global_batch = args.batch_size * world_size  # DDP-3: the learning rate grows with it
+    global_batch = args.batch_size * world_size  # DDP-3: square-root rule: README, Scaling
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
@@ -107,8 +106,9 @@ def train(local_rank, args):  # DDP-0
         net.train()
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()
-        total = torch.zeros(2, dtype=torch.float64, device=device)  # of the losses, of the images
-        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)  # DDP-4: one bar
+        total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
+        # DDP-4: one bar, of rank 0; None: on a terminal only
+        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)
         for batch in bar:
             images, labels = [part.to(device, non_blocking=True) for part in batch]
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
@@ -123,10 +123,10 @@ def train(local_rank, args):  # DDP-0
         dist.all_reduce(total)  # DDP-5: sum over all ranks
         loss = (total[0] / total[1]).item()  # waits for the GPU
         seconds = time.perf_counter() - start
-        score = evaluate(net, test_loader, device)
+        accuracy = evaluate(net, test_loader, device)
         if rank == 0:  # DDP-4: log on rank 0 only
-            print(f"{title}  loss {loss:.4f}  accuracy {score:.4f}  {seconds:.1f} s  "
-                  f"{total[1] / seconds:.0f} images/s", flush=True)
+            print(f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  "
+                  f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s", flush=True)
 
     # 6. Save
     if rank == 0:  # DDP-4: save on rank 0 only
@@ -142,8 +142,7 @@ def evaluate(net, test_loader, device):
     correct = []
     for images, labels in test_loader:
         correct.append(net(images.to(device)).argmax(1) == labels.to(device))
-    correct = torch.cat(correct)
-    correct = gather_in_order(correct, len(test_loader.dataset))  # DDP-5: from all ranks
+    correct = gather_in_order(torch.cat(correct), len(test_loader.dataset))  # DDP-5: of all ranks
     return correct.sum().item() / len(correct)
 
 
@@ -153,16 +152,19 @@ def warmup_then_decay(step, total_steps):
 
 
 def run(local_rank, args):  # DDP-0: what each spawned process runs
-    import torch._dynamo  # noqa: F401  # if DDP imports it, the model may outlive the process group
+    import torch._dynamo  # noqa: F401  # or the exit may abort: README, Troubleshooting
 
-    os.environ["LOCAL_RANK"] = str(local_rank)  # load_mnist downloads on local rank 0
+    # spawn() has Linux send SIGINT when the parent dies; in a job in the background it is ignored
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if not torch.multiprocessing.parent_process().is_alive():  # it died before this process asked
+        sys.exit(1)
     train(local_rank, args)
-    dist.destroy_process_group()  # DDP-1: only now, when train() has freed the model
+    dist.destroy_process_group()  # only now, when train() has freed the model
 
 
 def main():
     args = parse_args()  # DDP-0: share the cores, wait for all nodes, start the processes
-    nprocs = args.gpus[args.node_rank]
+    nprocs = args.per_node[args.node_rank]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // nprocs)))
     is_master = args.node_rank == 0  # it hosts the store
     store = dist.TCPStore(args.master_addr, args.master_port, args.nodes, is_master)

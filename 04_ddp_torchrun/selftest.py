@@ -1,6 +1,6 @@
 r"""Check that all processes of a job can communicate: run it first on a new machine or cluster.
 
-    torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 04_ddp_torchrun/selftest.py
+    torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/selftest.py
 
 On two machines, where 10.0.0.1 is an address of the first; on the second with --node-rank=1:
 
@@ -10,9 +10,7 @@ On two machines, where 10.0.0.1 is an address of the first; on the second with -
 
 import argparse
 import copy
-import faulthandler
 import os
-import signal
 import socket
 import sys
 import threading
@@ -21,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch._dynamo  # if DDP imports it later, the model outlives the group, and exits may abort
+import torch._dynamo  # or the exit may abort: README, Troubleshooting
 import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -29,8 +27,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # if common/ is not next to this
 from common.gather import all_gather
 from common.model import ConvNet
-
-faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints where this process is
 
 
 def parse_args():
@@ -52,17 +48,18 @@ def selftest(args):
     local_rank = int(os.environ["LOCAL_RANK"])
     device = torch.device(f"cuda:{local_rank}" if args.device == "cuda" else "cpu")
     me = f"rank {rank} on {socket.gethostname()}"
-    backend = "gloo"
+    backend, device_id = "gloo", None
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"  # 06 to 08 use both
+        backend, device_id = "cpu:gloo,cuda:nccl", device  # 06 to 08 use both
     print(f"{me}: {device}, {backend}, world size {world_size}\n", end="", flush=True)  # one write
 
     table = torch.arange(1.0, world_size**2 + 1).view(world_size, world_size)  # rank r has row r
 
     def join():
         # Longer than the timer of run_check(): NCCL would end the process without a reason
-        dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout + 30))
+        timeout = timedelta(seconds=args.timeout + 30)
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
 
     def all_reduce_sum(device):
         mine = table[rank].to(device, copy=True)
@@ -103,7 +100,9 @@ def selftest(args):
         for check in (all_reduce_sum, broadcast, all_gather_rows, reduce_scatter, ddp_step):
             title = f"{check.__name__.replace('_', ' ')} on {checked.type}"
             run_check(title, me, args.timeout, check, checked)
-    report_bandwidth(rank, world_size, device)
+    for mebibytes in (1, 8, 64):
+        run_check(f"{mebibytes} MiB on {device.type}", me, args.timeout, report_bandwidth,
+                  rank, world_size, device, mebibytes)
     hosts = [None] * world_size
     dist.all_gather_object(hosts, socket.gethostname())
     if rank == 0:
@@ -133,22 +132,21 @@ def run_check(title, me, timeout, check, *arguments):
     timer.cancel()
 
 
-def report_bandwidth(rank, world_size, device):
+def report_bandwidth(rank, world_size, device, mebibytes):
     """Print the median time of all_reduce and its bus bandwidth, as nccl-tests define it."""
-    for mebibytes in (1, 8, 64):
-        tensor = torch.zeros(mebibytes * 2**18, device=device)
-        times = []
-        for _ in range(6):
-            dist.barrier()
-            start = time.perf_counter()
-            dist.all_reduce(tensor)
-            tensor[0].item()  # waits for the GPU
-            times.append(time.perf_counter() - start)
-        seconds = sorted(times[1:])[2]
-        speed = mebibytes * 2**20 / 1e9 / seconds * 2 * (world_size - 1) / world_size
-        if rank == 0:
-            print(f"all_reduce {mebibytes:3} MiB  {seconds * 1e3:8.2f} ms  {speed:7.2f} GB/s",
-                  flush=True)
+    tensor = torch.zeros(mebibytes * 2**18, device=device)
+    times = []
+    for _ in range(6):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(tensor)
+        tensor[0].item()  # waits for the GPU
+        times.append(time.perf_counter() - start)
+    seconds = sorted(times[1:])[2]
+    speed = mebibytes * 2**20 / 1e9 / seconds * 2 * (world_size - 1) / world_size
+    if rank == 0:
+        print(f"all_reduce {mebibytes:3} MiB  {seconds * 1e3:8.2f} ms  {speed:7.2f} GB/s",
+              flush=True)
 
 
 def main():

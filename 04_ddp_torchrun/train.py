@@ -1,7 +1,6 @@
 r"""Train a ConvNet on MNIST with DistributedDataParallel: torchrun starts one process per GPU.
 
-    torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 \
-        04_ddp_torchrun/train.py --epochs 5 --amp
+    torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/train.py --epochs 5 --amp
 
 On two machines, where 10.0.0.1 is an address of the first; on the second with --node-rank=1:
 
@@ -10,15 +9,13 @@ On two machines, where 10.0.0.1 is an address of the first; on the second with -
 """
 
 import argparse
-import faulthandler
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 
 import torch
-import torch._dynamo  # if DDP imports it later, the model outlives the group, and exits may abort
+import torch._dynamo  # or the exit may abort: README, Troubleshooting
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -32,8 +29,6 @@ from common.gather import gather_in_order
 from common.model import ConvNet
 
 MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
-
-faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints where this process is
 
 
 def parse_args():
@@ -49,14 +44,14 @@ def parse_args():
         default="cuda" if torch.cuda.is_available() else "cpu", help="where to train")
     add("--amp", action="store_true", help="mixed precision: autocast to bfloat16")
     add("--compile", action="store_true", help="compile the model: slower start, faster steps")
-    add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # DDP-2
+    add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # DDP-2: small batches
     args = parser.parse_args()
-    folder = args.output.parent
     if "RANK" not in os.environ:  # DDP-1: torchrun sets it
         parser.error("start it with torchrun, as the first lines of this file show")
-    saves = os.environ["RANK"] == "0"  # DDP-4: only rank 0 saves
-    if saves and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        parser.error(f"{folder} is not a writable folder")
+    if min(args.epochs, args.batch_size) < 1 or args.output.is_dir():
+        parser.error("--epochs and --batch-size must be at least 1, and --output a file")
+    if os.environ["RANK"] == "0":  # DDP-4: only rank 0 saves
+        args.output.parent.mkdir(parents=True, exist_ok=True)
     return args
 
 
@@ -65,31 +60,32 @@ def train(args):
     local_rank = int(os.environ["LOCAL_RANK"])  # DDP-1: torchrun sets it
     device = torch.device(f"cuda:{local_rank}" if args.device == "cuda" else "cpu")
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # one GPU per process, set before init_process_group
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        torch.cuda.set_device(device)  # before init_process_group
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
 
     # 2. Data
-    train_set, test_set = load_mnist(args.data_dir)
+    train_set, test_set = load_mnist(args.data_dir, local_rank == 0)  # DDP-3: one downloads it
+    options = {"pin_memory": device.type == "cuda"}
     train_sampler = DistributedSampler(train_set, seed=args.seed)  # DDP-3: one shard per rank
     test_sampler = DistributedSampler(test_set, shuffle=False)
-    options = {"pin_memory": device.type == "cuda"}
-    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **options)  # DDP-3
+    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **options)
     test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
     # 3. Model
     net = ConvNet().to(device, memory_format=torch.channels_last)
-    if args.sync_bn:  # DDP-2
+    if args.sync_bn:  # DDP-2: convert BatchNorm, then wrap the model
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    model = DDP(net, gradient_as_bucket_view=True)  # DDP-2: backward averages the gradients
+    model = DDP(net, gradient_as_bucket_view=True)  # backward averages the gradients
     if args.compile:
         model = torch.compile(model)
-    torch.manual_seed(args.seed + rank)  # DDP-3: different dropout per rank
+    torch.manual_seed(args.seed + rank)  # DDP-3: other random numbers on each rank
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    global_batch = args.batch_size * world_size  # DDP-3: the learning rate grows with it
+    global_batch = args.batch_size * world_size  # DDP-3: square-root rule: README, Scaling
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
@@ -101,8 +97,9 @@ def train(args):
         net.train()
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()
-        total = torch.zeros(2, dtype=torch.float64, device=device)  # of the losses, of the images
-        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)  # DDP-4: one bar
+        total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
+        # DDP-4: one bar, of rank 0; None: on a terminal only
+        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)
         for batch in bar:
             images, labels = [part.to(device, non_blocking=True) for part in batch]
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
@@ -117,10 +114,10 @@ def train(args):
         dist.all_reduce(total)  # DDP-5: sum over all ranks
         loss = (total[0] / total[1]).item()  # waits for the GPU
         seconds = time.perf_counter() - start
-        score = evaluate(net, test_loader, device)
+        accuracy = evaluate(net, test_loader, device)
         if rank == 0:  # DDP-4: log on rank 0 only
-            print(f"{title}  loss {loss:.4f}  accuracy {score:.4f}  {seconds:.1f} s  "
-                  f"{total[1] / seconds:.0f} images/s", flush=True)
+            print(f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  "
+                  f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s", flush=True)
 
     # 6. Save
     if rank == 0:  # DDP-4: save on rank 0 only
@@ -136,8 +133,7 @@ def evaluate(net, test_loader, device):
     correct = []
     for images, labels in test_loader:
         correct.append(net(images.to(device)).argmax(1) == labels.to(device))
-    correct = torch.cat(correct)
-    correct = gather_in_order(correct, len(test_loader.dataset))  # DDP-5: from all ranks
+    correct = gather_in_order(torch.cat(correct), len(test_loader.dataset))  # DDP-5: of all ranks
     return correct.sum().item() / len(correct)
 
 

@@ -1,13 +1,13 @@
 """Train a vision transformer on MNIST, sharded by FSDP2: stopped, the same command resumes it.
 
-    torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 05_model_parallel/fsdp.py
+    torchrun --standalone --nproc-per-node=2 05_model_parallel/fsdp.py
 """
 
 import argparse
-import faulthandler
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import signal
@@ -15,30 +15,27 @@ import sys
 import time
 from pathlib import Path
 
-LAUNCHER = os.getppid()  # MP-5: early, as torchrun may be killed while torch is imported
+LAUNCHER = os.getppid()  # CKPT-5: early, as torchrun may be killed while torch is imported
 
 import torch
-import torch._dynamo  # imported later, the model outlives the group, and exits may abort
+import torch._dynamo  # or the exit may abort: README, Troubleshooting
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as activation_checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # if common/ is not next to this
 from common.data import load_mnist
-from common.gather import all_gather, gather_in_order
+from common.gather import gather_in_order
 
 MAX_GRAD_NORM = 1.0
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # MP-5: torchrun forwards them
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # CKPT-5: torchrun forwards them
 received = []  # those that this process has got
-
-faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints where this process is
 
 
 def parse_args():
@@ -53,31 +50,32 @@ def parse_args():
     add("--device", choices=("cpu", "cuda"),
         default="cuda" if torch.cuda.is_available() else "cpu", help="where to train")
     add("--amp", action="store_true", help="mixed precision: compute in bfloat16")
-    add("--accumulate", type=int, default=1, help="micro-batches per step")
-    add("--width", type=int, default=64, help="features of each patch")  # MP-1
-    add("--depth", type=int, default=3, help="blocks of the transformer")  # MP-1
-    add("--recompute", action="store_true", help="activation checkpointing: less memory, slower")
+    add("--width", type=int, default=64, help="features of each patch")  # FSDP-1: how large
+    add("--depth", type=int, default=3, help="blocks of the transformer")
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     add("--shards", type=int, default=world_size, help="ranks that share one copy of the model")
-    add("--save-every", type=int, default=100, help="steps per checkpoint")  # MP-5
+    add("--recompute", action="store_true", help="activation checkpointing: less memory, slower")
+    add("--accumulate", type=int, default=1, help="micro-batches per step")  # DDP-7: larger batches
+    add("--save-every", type=int, default=100, help="steps per checkpoint")  # CKPT-1: when, where
     add("--checkpoint", type=Path, default="checkpoint", help="directory shared by all nodes")
     add("--best", type=Path, default="best.pt", help="path of the weights of the best epoch")
     args = parser.parse_args()
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ:  # DDP-1: torchrun sets it
         parser.error("start it with torchrun, as the first lines of this file show")
-    if world_size % args.shards:  # MP-1
+    if min(args.epochs, args.batch_size, args.accumulate, args.save_every) < 1:  # CKPT-1: fail now
+        parser.error("--epochs, --batch-size, --accumulate and --save-every must be at least 1")
+    if args.shards < 1 or world_size % args.shards:  # FSDP-2: copies of one size
         parser.error(f"--shards {args.shards} does not divide the {world_size} processes")
-    saves = os.environ["RANK"] == "0"  # only rank 0 saves the weights
-    if args.best.resolve() == args.output.resolve():  # MP-5
-        parser.error("--output and --best must be different files")
-    for folder in (args.output.parent, args.checkpoint.parent, args.best.parent):
-        if saves and not (folder.is_dir() and os.access(folder, os.W_OK)):
-            parser.error(f"{folder} is not a writable folder")
+    if args.output.is_dir() or args.best.is_dir() or args.output.resolve() == args.best.resolve():
+        parser.error("--output and --best must be two different files")
+    if os.environ["RANK"] == "0":  # DDP-4: only rank 0 saves
+        for folder in (args.output.parent, args.checkpoint, args.best.parent):  # FSDP-4: a folder
+            folder.mkdir(parents=True, exist_ok=True)
     return args
 
 
-class VisionTransformer(nn.Module):
-    """Images [N, 1, 28, 28] to scores [N, 10], by 16 patches of 7 x 7 pixels: arXiv:2010.11929."""
+class VisionTransformer(nn.Module):  # FSDP-1: your model, with a list of blocks
+    """Images [N, 1, 28, 28] to logits [N, 10], by 16 patches of 7 x 7 pixels: arXiv:2010.11929."""
 
     def __init__(self, width, depth, recompute=False):
         super().__init__()
@@ -86,14 +84,14 @@ class VisionTransformer(nn.Module):
         self.positions = nn.Embedding(16, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
-        self.scores = nn.Linear(width, 10)
+        self.head = nn.Linear(width, 10)
 
     def forward(self, images):
         tokens = self.patches(images).flatten(2).transpose(1, 2) + self.positions.weight
         for block in self.blocks:
-            tokens = (checkpoint(block, tokens, use_reentrant=False) if self.recompute  # MP-2
-                      else block(tokens))
-        return self.scores(self.norm(tokens).mean(1))
+            tokens = (activation_checkpoint(block, tokens, use_reentrant=False) if self.recompute
+                      else block(tokens))  # or again in the backward
+        return self.head(self.norm(tokens).mean(1))
 
 
 class Block(nn.Module):
@@ -102,172 +100,161 @@ class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(),
-                                 nn.Linear(4 * width, width))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, tokens):
-        heads = self.queries_keys_values(self.norm1(tokens)).unflatten(2, (3, 4, -1))
-        seen = nn.functional.scaled_dot_product_attention(*heads.permute(2, 0, 3, 1, 4))
-        tokens = tokens + self.out(seen.transpose(1, 2).flatten(2))
-        return tokens + self.mlp(self.norm2(tokens))
+        q, k, v = self.qkv(self.norm1(tokens)).unflatten(2, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v)
+        tokens = tokens + self.out(attended.transpose(1, 2).flatten(2))
+        return tokens + self.down(nn.functional.gelu(self.up(self.norm2(tokens))))
 
 
 def train(args):
     # 1. Setup
-    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun sets it
+    local_rank = int(os.environ["LOCAL_RANK"])  # DDP-1: torchrun sets it
     device = torch.device(f"cuda:{local_rank}" if args.device == "cuda" else "cpu")
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # one GPU per process, set before init_process_group
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")  # MP-5
+        torch.cuda.set_device(device)  # before init_process_group
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # CKPT-5: CPU tensors, too
+    dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(args.seed)
 
     # 2. Data
-    train_set, test_set = load_mnist(args.data_dir)
-    train_sampler = []  # MP-5: the indices of this rank's shard, set at the start of each epoch
+    train_set, test_set = load_mnist(args.data_dir, local_rank == 0)  # DDP-3: one downloads it
+    options = {"pin_memory": device.type == "cuda"}
+    options["worker_init_fn"] = ignore_stop_signals  # CKPT-5: workers get the signals as well
     test_sampler = DistributedSampler(test_set, shuffle=False)
-    options = {"pin_memory": device.type == "cuda", "worker_init_fn": ignore_stop_signals}  # MP-5
-    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **options)
     test_loader = DataLoader(test_set, args.batch_size, sampler=test_sampler, **options)
 
     # 3. Model
-    sizes = (world_size // args.shards, args.shards)  # MP-1: copies of the model, shards of each
-    names = ("copy", "shard") if sizes[0] > 1 else ("shard",)  # HSDP, or FSDP
-    mesh = init_device_mesh(device.type, sizes[-len(names) :], mesh_dim_names=names)
-    dtypes = (torch.bfloat16, torch.float32) if args.amp else ()  # MP-2: to compute, to average
-    with torch.device("meta"):  # MP-2: without memory
+    whole = VisionTransformer(args.width, args.depth) if rank == 0 else None  # FSDP-1: or load it
+    with torch.device("meta"):  # without memory
         model = VisionTransformer(args.width, args.depth, args.recompute)
+    shape = (world_size // args.shards, args.shards)  # FSDP-2: copies of the model, shards of each
+    names = ("copy", "shard") if shape[0] > 1 else ("shard",)  # HSDP, or FSDP
+    mesh = init_device_mesh(device.type, shape[-len(names) :], mesh_dim_names=names)
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if args.amp else {}
+    policy = MixedPrecisionPolicy(**dtypes)  # the shards stay in float32
+    for module in (*model.blocks, model):  # each is all-gathered as a whole
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    model.to_empty(device=device)  # FSDP-3: memory for the shards, which rank 0 hands out
+    rank0 = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dcp_state.set_model_state_dict(model, whole.state_dict() if rank == 0 else {}, options=rank0)
+    for name, buffer in model.named_buffers():  # also those that no state_dict() has
+        if rank == 0:
+            buffer.copy_(whole.get_buffer(name))
+        dist.broadcast(buffer, src=0)
+    del whole
     parameters = sum(parameter.numel() for parameter in model.parameters())
-
-    def shard(module):  # MP-2: all ranks draw the same weights, one block at a time
-        module.to_empty(device="cpu", recurse=False)
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        for tensor in own:
-            tensor.untyped_storage().fill_(255)  # NaN, or -1: what stays so, nothing fills
-        if own:
-            module.reset_parameters()  # what your constructor fills is lost: fill it here
-        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            in_bytes = tensor.data.reshape(-1).view(torch.uint8)
-            if tensor.sum().isnan() or len(in_bytes) and in_bytes.min() == 255:
-                raise ValueError(f"reset_parameters() of {type(module)} leaves tensors unset")
-        if isinstance(module, (Block, VisionTransformer)):  # MP-1: all-gathered as a whole
-            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
-
-    torch.manual_seed(args.seed)  # MP-2: the same on all ranks
-    model.apply(shard)  # children first
-    if sum(parameter.numel() for parameter in model.parameters()) != parameters:
-        raise ValueError("a weight that two modules share became two: tie it again in shard()")
-    local = [parameter.to_local() for parameter in model.parameters()]
-    here = [sum(part.nbytes for part in local), sum(part.sum().item() for part in local)]
-    ranks = all_gather(torch.tensor(here, dtype=torch.float64, device=device))
-    if (ranks.view(*sizes, 2) != ranks[: args.shards]).any():  # MP-1: each copy against the first
-        raise ValueError("the copies of the model differ: draw weights with torch's numbers only")
     if rank == 0:
-        print(f"{parameters} parameters, bytes per rank: {ranks[:, 0].long().tolist()}", flush=True)
-    torch.manual_seed(args.seed + rank)  # MP-4: different augmentation per rank
+        own = sum(parameter.to_local().nbytes for parameter in model.parameters())
+        print(f"{parameters} parameters, {own} bytes of them on rank 0", flush=True)
+    torch.manual_seed(args.seed + rank)  # DDP-3: other random numbers on each rank
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    global_batch = args.batch_size * args.accumulate * world_size
+    global_batch = args.batch_size * args.accumulate * world_size  # DDP-7: images per step
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.05)
-    total_steps = args.epochs * math.ceil(len(train_set) / global_batch)  # MP-5
-    done = {"epoch": 1, "images": 0, "best": None}  # MP-5: add your own numbers, equal on all ranks
-
-    def steps_done():  # MP-5: as if this number of processes had taken all of them
-        return total_steps * (done["epoch"] - 1 + done["images"] / len(train_set)) / args.epochs
-
-    scheduler = ByProgress(optimizer, lambda _: warmup_then_decay(steps_done(), total_steps))
-    objects = {"scheduler": scheduler}  # MP-5: add what has all keys of its state_dict() by now
-    run = {"images": len(train_set), "seed": args.seed, "lr": args.lr, "parameters": parameters}
-    state = State(args.checkpoint, model, optimizer, objects, done, run)
+    total_steps = args.epochs * math.ceil(len(train_set) / global_batch)  # CKPT-4: from the images
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    progress = {"epoch": 1, "images": 0, "best": -math.inf}  # CKPT-1: add your own numbers
+    fingerprint = {"images": len(train_set), "seed": args.seed, "lr": args.lr,  # CKPT-3: must match
+                   "parameters": parameters}
+    state = State(args.checkpoint, model, optimizer, progress, fingerprint)  # FSDP-4: saves
     state.load()
-    for number in STOP_SIGNALS:  # MP-5: from here on they no longer end the process
-        signal.signal(number, lambda number, _: received.append(number))
+    for number in STOP_SIGNALS:  # CKPT-5: from here on they no longer end the process
+        signal.signal(number, lambda signum, _: received.append(signum))
 
-    def stopped():
+    def stopped():  # CKPT-5: log that it was
         if rank == 0:
-            print(f"stopped at {done}; rerun the same command to resume", flush=True)
+            print(f"stopped at {progress}; rerun the same command to resume", flush=True)
 
     # 5. Train and evaluate
-    for epoch in range(done["epoch"], args.epochs + 1):
-        train_sampler[:] = rest_of_epoch(len(train_set), args.seed + epoch, done["images"])  # MP-4
+    for epoch in range(progress["epoch"], args.epochs + 1):  # CKPT-4: only what is left
+        shard = rest_of_epoch(len(train_set), args.seed + epoch, progress["images"])
+        train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options)
         model.train()
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()
-        total = torch.zeros(2, dtype=torch.float64, device=device)  # of the losses, of the images
-        steps = math.ceil(len(train_loader) / args.accumulate)
-        batches = in_steps(train_loader, args.accumulate)
-        bar = tqdm(batches, title, steps, leave=False, disable=rank > 0 or None)  # one bar
-        for step, micro_batches in enumerate(bar, start=1):
+        total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
+        # DDP-4: one bar, of rank 0; None: on a terminal only
+        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)
+        for step, micro_batches in enumerate(in_steps(bar, args.accumulate), 1):  # DDP-7: one step
             images_in_step = sum(len(batch[1]) for batch in micro_batches)  # or batch["labels"]
-            torch.manual_seed(hash((args.seed, epoch, done["images"], rank)))  # MP-5: dropout
+            # CKPT-4: dropout as without a stop; a hash of integers is the same in every process
+            torch.manual_seed(hash((args.seed, epoch, progress["images"], rank)))
             for number, batch in enumerate(micro_batches, start=1):
                 images, labels = [part.to(device, non_blocking=True) for part in batch]
-                model.set_requires_gradient_sync(number == len(micro_batches))  # once per step
+                model.set_requires_gradient_sync(number == len(micro_batches))  # DDP-7: only once
                 loss = criterion(model(images).float(), labels)
                 (loss * (len(labels) / images_in_step)).backward()  # reduce-scatters the gradients
                 total[0] += loss.detach() * len(labels)
                 total[1] += len(labels)
             nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            passes = epoch - 1 + progress["images"] / len(train_set)  # CKPT-4: over the data
+            factor = warmup_then_decay(total_steps * passes / args.epochs, total_steps)
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
+            progress["images"] = min(progress["images"] + global_batch, len(train_set))
             optimizer.step()
-            done["images"] += len(micro_batches) * args.batch_size * world_size  # MP-5
-            done["images"] = min(done["images"], len(train_set))  # the last batch may be smaller
-            scheduler.step()
             optimizer.zero_grad()
-            stop = stop_asked()  # MP-5: all ranks stop after the same step
+            stop = stop_asked()  # CKPT-5: all ranks stop after the same step
             if stop or step % args.save_every == 0:
                 state.save()
             if stop:
                 bar.close()
                 return stopped()
-        dist.all_reduce(total)  # sum over all ranks
-        loss = (total[0] / total[1]).item()  # waits for the GPU
+        dist.all_reduce(total)  # DDP-5: sum over all ranks
+        loss = f"{total[0] / total[1]:.4f}" if total[1] else "-"  # CKPT-5: it was only evaluated
         seconds = time.perf_counter() - start
-        state.save()  # MP-5: evaluation may take long
-        score = evaluate(model, test_loader, device)
-        if score is None:
+        state.save()  # CKPT-1: evaluation may take long
+        accuracy = evaluate(model, test_loader, device)
+        if accuracy is None:  # CKPT-5: stopped in the evaluation
             return stopped()
-        if rank == 0:  # log on rank 0 only
-            print(f"{title}  loss {loss:.4f}  accuracy {score:.4f}  {seconds:.1f} s  "
-                  f"{total[1] / seconds:.0f} images/s", flush=True)
-        if done["best"] is None or score > done["best"]:  # MP-5
-            done["best"] = score
-            save_whole(model, args.best)  # all ranks, as each has a shard
-        done |= {"epoch": epoch + 1, "images": 0}
+        memory = ""
+        if device.type == "cuda":  # FSDP-2: the peak of this epoch
+            memory = f"  {torch.cuda.max_memory_allocated() / 1e9:.2f} GB"
+            torch.cuda.reset_peak_memory_stats()
+        if rank == 0:  # DDP-4: log on rank 0 only
+            print(f"{title}  loss {loss}  accuracy {accuracy:.4f}  "  # CKPT-5: -, if only evaluated
+                  f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s{memory}", flush=True)
+        if accuracy > progress["best"]:  # CKPT-1: on all ranks, as they all have the same
+            progress["best"] = accuracy
+            save_whole(model, args.best)  # FSDP-5: on all ranks
+        progress |= {"epoch": epoch + 1, "images": 0}
         state.save()
 
     # 6. Save
-    save_whole(model, args.output)
+    save_whole(model, args.output)  # FSDP-5: on all ranks
 
 
 @torch.no_grad()
 def evaluate(model, test_loader, device):
-    """Return the fraction of the test set classified correctly, or None if stopped."""
-    for buffer in model.buffers():  # copy rank 0's statistics to all ranks, if there are any
-        dist.broadcast(buffer, src=0)
+    """Return the fraction of the test set that the network classifies correctly."""
     model.eval()
     correct = []
     for images, labels in test_loader:
-        if stop_asked():  # MP-5: all ranks have the same number of batches
+        if stop_asked():  # CKPT-5: or None; all ranks have the same number of batches
             return None
         correct.append(model(images.to(device)).argmax(1) == labels.to(device))
-    model.reshard()  # MP-1: after a forward alone the root's own layers stay whole
-    correct = torch.cat(correct)
-    correct = gather_in_order(correct, len(test_loader.dataset))  # from all ranks
+    model.reshard()  # FSDP-2: after a forward alone the root's own layers stay whole
+    correct = gather_in_order(torch.cat(correct), len(test_loader.dataset))  # DDP-5: of all ranks
     return correct.sum().item() / len(correct)
 
 
-def in_steps(loader, accumulate):
+def in_steps(loader, accumulate):  # DDP-7: the batches of each step
     """Yield the micro-batches of each step as a list; the last list may be shorter."""
     iterator = iter(loader)
     while micro_batches := list(itertools.islice(iterator, accumulate)):
         yield micro_batches
 
 
-def rest_of_epoch(length, seed, images_done):  # MP-5
+def rest_of_epoch(length, seed, images_done):  # CKPT-4: in place of the sampler
     """This rank's part of the indices that an epoch has left; all parts are equally long."""
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed)).tolist()
     rest, world_size = order[images_done:], dist.get_world_size()
@@ -275,27 +262,23 @@ def rest_of_epoch(length, seed, images_done):  # MP-5
     return rest[dist.get_rank() :: world_size]
 
 
-class ByProgress(LambdaLR):  # MP-5
-    """LambdaLR whose rates follow the progress, also on another number of processes."""
-    def load_state_dict(self, state_dict):
-        super().load_state_dict({**state_dict, "base_lrs": self.base_lrs})
-        self.step()
-
-
-def save_whole(model, path):  # MP-5
-    """Gather the weights in the memory of rank 0, which writes them; all ranks must call it."""
+def save_whole(model, path):  # FSDP-5: all ranks call it, as each has a shard
+    """Gather the weights in the memory of rank 0, which writes them."""
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp_state.get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:
+        path = path.resolve()  # a symlink stays one
         torch.save(weights, f"{path}.tmp")
+        with open(f"{path}.tmp", "rb") as file:
+            os.fsync(file.fileno())
         os.replace(f"{path}.tmp", path)  # a complete file at any moment
 
 
-class State:  # MP-5
+class State:  # FSDP-4: in shards, in place of one file
     """What a resumed run needs. DCP writes each rank's shards, and loads them on any number."""
-    def __init__(self, folder, model, optimizer, objects, done, run):
-        self.folder, self.model, self.optimizer, self.objects = folder, model, optimizer, objects
-        self.done, self.run, self.newest = done, run, None
+    def __init__(self, folder, model, optimizer, progress, fingerprint):
+        self.folder, self.model, self.optimizer = folder, model, optimizer
+        self.progress, self.fingerprint, self.newest = progress, fingerprint, None
 
     def state_dict(self):
         weights, of_optimizer = dcp_state.get_state_dict(self.model, self.optimizer)
@@ -303,26 +286,21 @@ class State:  # MP-5
         for name, parameter in self.model.named_parameters():
             if stepped and parameter.requires_grad and name not in stepped:
                 raise ValueError(f"{name} has had no gradient: use or freeze it, or no run resumes")
-        objects = {name: each.state_dict() for name, each in self.objects.items()}
-        return {"model": weights, "optimizer": of_optimizer, "objects": objects,
-                "done": json.dumps(self.done), "run": json.dumps(self.run)}
+        return {"model": weights, "optimizer": of_optimizer,  # JSON: DCP only fills what is there
+                "progress": json.dumps(self.progress), "fingerprint": json.dumps(self.fingerprint)}
 
-    def load_state_dict(self, state_dict):
-        if state_dict["run"] != json.dumps(self.run):
-            raise ValueError(f"{self.folder} is of {state_dict['run']}, not {json.dumps(self.run)}")
-        dcp_state.set_state_dict(self.model, self.optimizer, model_state_dict=state_dict["model"],
-                                 optim_state_dict=state_dict["optimizer"])
-        self.done.update(json.loads(state_dict["done"]))
-        for name, each in self.objects.items():
-            each.load_state_dict(state_dict["objects"][name])
+    def load_state_dict(self, state):
+        if json.loads(state["fingerprint"]) != self.fingerprint:
+            raise ValueError(f"{self.folder} has {state['fingerprint']}, not {self.fingerprint}")
+        dcp_state.set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
+                                 optim_state_dict=state["optimizer"])
+        self.progress.update(json.loads(state["progress"]))
 
     def save(self):
         """Save from all ranks, unless it is the newest already, and keep the newest two."""
-        path = self.folder / f"epoch-{self.done['epoch']:04}-image-{self.done['images']:012}"
+        path = self.folder / "epoch-{epoch:08}-image-{images:012}".format(**self.progress)
         if path == self.newest:
             return
-        for buffer in self.model.buffers():  # one rank's are saved
-            dist.broadcast(buffer, src=0)
         dcp.save({"state": self}, checkpoint_id=path)
         if not (path / ".metadata").exists():  # which rank 0 has written
             raise ValueError(f"{path} is not on a disk that all nodes share")
@@ -333,26 +311,23 @@ class State:  # MP-5
 
     def load(self):
         """Load the newest complete checkpoint, if there is one, on all ranks."""
-        found = [sorted(self.folder.glob("epoch-*/.metadata"))]  # written after the shards
-        dist.broadcast_object_list(found)  # as rank 0 sees the disk
-        [before, self.newest] = [None, None, *[path.parent for path in found[0]]][-2:]
-        if self.newest:
-            try:
-                dcp.load({"state": self}, checkpoint_id=self.newest)
-            except dcp.CheckpointException as error:
-                raise ValueError(f"cannot load {self.newest}; before it: {before}") from error
+        complete = [sorted(self.folder.glob("epoch-*/.metadata"))]  # written after the shards
+        dist.broadcast_object_list(complete)  # as rank 0 sees the disk
+        if complete[0]:
+            self.newest = complete[0][-1].parent
             if dist.get_rank() == 0:
-                print(f"resuming from {self.newest} at {self.done}", flush=True)
+                print(f"resuming from {self.newest}", flush=True)
+            dcp.load({"state": self}, checkpoint_id=self.newest)
 
 
-def stop_asked():  # MP-5
+def stop_asked():  # CKPT-5: a vote
     """Whether any rank has got a stop signal or lost its launcher; all ranks ask together."""
     flag = torch.tensor(len(received) + (os.getppid() != LAUNCHER))
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return flag.item() > 0
 
 
-def ignore_stop_signals(worker_id=None):  # MP-5
+def ignore_stop_signals(worker_id=None):  # CKPT-5: a worker, a rank that exits
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -363,9 +338,14 @@ def warmup_then_decay(step, total_steps):
 
 
 def main():
-    train(parse_args())
-    ignore_stop_signals()  # MP-5: a second signal must not end the process while it exits
-    dist.destroy_process_group()  # only now, when train() has freed the model
+    try:  # CKPT-5: leave no worker behind
+        train(parse_args())
+    finally:  # CKPT-5: after an error the exit would wait for workers, which ignore SIGTERM
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a worker dies
+        for worker in multiprocessing.active_children():
+            worker.kill()
+    ignore_stop_signals()  # a second signal must not end the process while it exits
+    dist.destroy_process_group()  # DDP-1: only now, when train() has freed the model
 
 
 if __name__ == "__main__":

@@ -1,19 +1,16 @@
-r"""Train a ConvNet on MNIST as a pipeline of two stages, on two processes, in micro-batches.
+"""Train a ConvNet on MNIST as a pipeline of two stages, on two processes, in micro-batches.
 
-    torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 \
-        05_model_parallel/pipeline.py --schedule 1f1b
+    torchrun --standalone --nproc-per-node=2 05_model_parallel/pipeline.py --schedule 1f1b
 """
 
 import argparse
-import faulthandler
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 
 import torch
-import torch._dynamo  # if DDP imports it later, the model outlives the group, and exits may abort
+import torch._dynamo  # or the exit may abort: README, Troubleshooting
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -27,8 +24,6 @@ from common.model import ConvNet
 
 MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
 
-faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints where this process is
-
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -41,20 +36,20 @@ def parse_args():
     add("--output", type=Path, default="mnist.pt", help="path of the trained weights")
     add("--device", choices=("cpu", "cuda"),
         default="cuda" if torch.cuda.is_available() else "cpu", help="where to train")
-    add("--chunks", type=int, default=4, help="micro-batches per step")  # MP-3
+    add("--chunks", type=int, default=4, help="micro-batches per step")  # MP-3: how many
     add("--schedule", choices=("gpipe", "1f1b"), default="gpipe", help="order of the micro-batches")
     args = parser.parse_args()
-    folder = args.output.parent
     if "RANK" not in os.environ:
         parser.error("start it with torchrun, as the first lines of this file show")
-    saves = os.environ["RANK"] == "0"  # only rank 0 saves
-    if saves and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        parser.error(f"{folder} is not a writable folder")
-    if os.environ["WORLD_SIZE"] != "2":  # MP-1
+    if min(args.epochs, args.batch_size, args.chunks) < 1 or args.output.is_dir():
+        parser.error("--epochs, --batch-size and --chunks must be at least 1, and --output a file")
+    if os.environ["RANK"] == "0":  # only rank 0 saves
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+    if os.environ["WORLD_SIZE"] != "2":  # MP-1: one per stage
         parser.error(f"the network has 2 stages: start 2 processes, not {os.environ['WORLD_SIZE']}")
     if args.batch_size % args.chunks:  # MP-3: the stages would expect other sizes
         parser.error(f"--batch-size {args.batch_size} cannot be split into {args.chunks} --chunks")
-    if args.schedule == "1f1b" and args.chunks < 2:  # MP-3
+    if args.schedule == "1f1b" and args.chunks < 2:  # MP-3: a limit of torch
         parser.error("--schedule 1f1b needs at least 2 --chunks, one per stage")
     return args
 
@@ -64,13 +59,14 @@ def train(args):
     local_rank = int(os.environ["LOCAL_RANK"])  # torchrun sets it
     device = torch.device(f"cuda:{local_rank}" if args.device == "cuda" else "cpu")
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # one GPU per process, set before init_process_group
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        torch.cuda.set_device(device)  # before init_process_group
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
 
     # 2. Data
-    train_set, test_set = load_mnist(args.data_dir)
+    train_set, test_set = load_mnist(args.data_dir, local_rank == 0)  # one downloads it
     options = {"pin_memory": device.type == "cuda"}
     generator = torch.Generator().manual_seed(args.seed)  # MP-4: both ranks read all images
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True, generator=generator,
@@ -91,17 +87,17 @@ def train(args):
     size = args.batch_size // args.chunks
     images = torch.empty(size, 1, 28, 28, device=device)
     hidden = torch.empty(size, 16 * 14 * 14, device=device, requires_grad=True)
-    scores = torch.empty(size, 10, device=device, requires_grad=True)
+    logits = torch.empty(size, 10, device=device, requires_grad=True)
     if rank == 0:
         stage = PipelineStage(model, 0, world_size, device, images, hidden)
     else:
-        stage = PipelineStage(model, 1, world_size, device, hidden, scores)
+        stage = PipelineStage(model, 1, world_size, device, hidden, logits)
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     schedules = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
     schedule = schedules[args.schedule](stage, args.chunks, criterion)  # MP-3: averages them
-    lr = args.lr * (args.batch_size / 256) ** 0.5  # grows with the batch
+    lr = args.lr * (args.batch_size / 256) ** 0.5  # square-root rule: 04's README, Scaling
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
     scheduler = LambdaLR(optimizer, lambda step: warmup_then_decay(step, total_steps))
@@ -111,8 +107,9 @@ def train(args):
         model.train()
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()
-        total = torch.zeros(2, dtype=torch.float64, device=device)  # of the losses, of the images
-        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)  # one bar
+        total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
+        # One bar, of rank 0; None: on a terminal only
+        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)
         for images, labels in bar:
             if rank == 0:
                 schedule.step(images.to(device, non_blocking=True))
@@ -132,15 +129,15 @@ def train(args):
         dist.all_reduce(total)  # 0 on rank 0
         loss = (total[0] / total[1]).item()  # waits for the GPU
         seconds = time.perf_counter() - start
-        score = evaluate(model, test_loader, device)
+        accuracy = evaluate(model, test_loader, device)
         if rank == 0:  # log on rank 0 only
-            print(f"{title}  loss {loss:.4f}  accuracy {score:.4f}  {seconds:.1f} s  "
-                  f"{total[1] / seconds:.0f} images/s", flush=True)
+            print(f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  "
+                  f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s", flush=True)
 
     # 6. Save
     stages = [None] * world_size
     weights = {name: tensor.cpu() for name, tensor in net.state_dict().items()}
-    dist.all_gather_object(stages, weights)  # MP-5
+    dist.all_gather_object(stages, weights)  # MP-5: of both stages
     if rank == 0:
         torch.save(stages[0] | stages[1], args.output)
 

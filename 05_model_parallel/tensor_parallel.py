@@ -1,7 +1,6 @@
 r"""Train two linear layers on MNIST with tensor parallelism: each rank has a part of both.
 
-    torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 \
-        05_model_parallel/tensor_parallel.py --hidden 2048
+    torchrun --standalone --nproc-per-node=2 05_model_parallel/tensor_parallel.py --hidden 2048
 
 On two machines, where 10.0.0.1 is an address of the first; on the second with --node-rank=1:
 
@@ -10,15 +9,13 @@ On two machines, where 10.0.0.1 is an address of the first; on the second with -
 """
 
 import argparse
-import faulthandler
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 
 import torch
-import torch._dynamo  # if DDP imports it later, the model outlives the group, and exits may abort
+import torch._dynamo  # or the exit may abort: README, Troubleshooting
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -33,8 +30,6 @@ from common.data import load_mnist
 
 MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
 
-faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints where this process is
-
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -47,19 +42,19 @@ def parse_args():
     add("--output", type=Path, default="mnist.pt", help="path of the trained weights")
     add("--device", choices=("cpu", "cuda"),
         default="cuda" if torch.cuda.is_available() else "cpu", help="where to train")
-    add("--hidden", type=int, default=512, help="features between the layers")  # MP-1
+    add("--hidden", type=int, default=512, help="features between the layers")  # MP-1: split
     args = parser.parse_args()
-    folder = args.output.parent
     if "RANK" not in os.environ:
         parser.error("start it with torchrun, as the first lines of this file show")
-    saves = os.environ["RANK"] == "0"  # only rank 0 saves
-    if saves and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        parser.error(f"{folder} is not a writable folder")
+    if min(args.epochs, args.batch_size, args.hidden) < 1 or args.output.is_dir():
+        parser.error("--epochs, --batch-size and --hidden must be at least 1, and --output a file")
+    if os.environ["RANK"] == "0":  # only rank 0 saves
+        args.output.parent.mkdir(parents=True, exist_ok=True)
     return args
 
 
 class Mlp(nn.Module):
-    """Two linear layers: images [N, 1, 28, 28] to hidden features [N, hidden] to scores [N, 10]."""
+    """Two linear layers: images [N, 1, 28, 28] to hidden features [N, hidden] to logits [N, 10]."""
 
     def __init__(self, hidden=512):
         super().__init__()
@@ -75,13 +70,14 @@ def train(args):
     local_rank = int(os.environ["LOCAL_RANK"])  # torchrun sets it
     device = torch.device(f"cuda:{local_rank}" if args.device == "cuda" else "cpu")
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # one GPU per process, set before init_process_group
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        torch.cuda.set_device(device)  # before init_process_group
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
 
     # 2. Data
-    train_set, test_set = load_mnist(args.data_dir)
+    train_set, test_set = load_mnist(args.data_dir, local_rank == 0)  # one downloads it
     options = {"pin_memory": device.type == "cuda"}
     generator = torch.Generator().manual_seed(args.seed)  # MP-4: all ranks read all images
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True, generator=generator,
@@ -95,7 +91,7 @@ def train(args):
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    lr = args.lr * (args.batch_size / 256) ** 0.5  # grows with the batch
+    lr = args.lr * (args.batch_size / 256) ** 0.5  # square-root rule: 04's README, Scaling
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
     scheduler = LambdaLR(optimizer, lambda step: warmup_then_decay(step, total_steps))
@@ -105,8 +101,9 @@ def train(args):
         model.train()
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()
-        total = torch.zeros(2, dtype=torch.float64, device=device)  # of the losses, of the images
-        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)  # one bar
+        total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
+        # One bar, of rank 0; None: on a terminal only
+        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)
         for batch in bar:
             images, labels = [part.to(device, non_blocking=True) for part in batch]
             loss = criterion(model(images), labels)
@@ -119,10 +116,10 @@ def train(args):
             optimizer.zero_grad()
         loss = (total[0] / total[1]).item()  # waits for the GPU
         seconds = time.perf_counter() - start
-        score = evaluate(model, test_loader, device)
+        accuracy = evaluate(model, test_loader, device)
         if rank == 0:  # log on rank 0 only
-            print(f"{title}  loss {loss:.4f}  accuracy {score:.4f}  {seconds:.1f} s  "
-                  f"{total[1] / seconds:.0f} images/s", flush=True)
+            print(f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  "
+                  f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s", flush=True)
 
     # 6. Save
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)

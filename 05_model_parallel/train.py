@@ -1,21 +1,17 @@
-r"""Train a ConvNet on MNIST, split by hand across two devices; with more processes also by DDP.
+"""Train a ConvNet on MNIST, split by hand across two devices; with more processes also by DDP.
 
-    torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=1 \
-        05_model_parallel/train.py --devices cuda:0,cuda:1
-    torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 \
-        05_model_parallel/train.py --devices cpu,cpu,cpu,cpu
+    torchrun --standalone --nproc-per-node=1 05_model_parallel/train.py --devices cuda:0,cuda:1
+    torchrun --standalone --nproc-per-node=2 05_model_parallel/train.py --devices cpu,cpu,cpu,cpu
 """
 
 import argparse
-import faulthandler
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 
 import torch
-import torch._dynamo  # if DDP imports it later, the model outlives the group, and exits may abort
+import torch._dynamo  # or the exit may abort: README, Troubleshooting
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -30,8 +26,6 @@ from common.model import ConvNet
 
 MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
 
-faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints where this process is
-
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -45,47 +39,47 @@ def parse_args():
     add("--seed", type=int, default=0, help="random seed for initialisation and shuffling")
     add("--data-dir", type=Path, default="data", help="MNIST directory; downloaded if missing")
     add("--output", type=Path, default="mnist.pt", help="path of the trained weights")
-    add("--devices", default=",".join(devices), help="two per process of this machine")  # MP-1
-    add("--chunks", type=int, default=4, help="micro-batches per step")  # MP-3
+    add("--devices", default=",".join(devices), help="two per process of this machine")  # MP-1: on
+    add("--chunks", type=int, default=4, help="micro-batches per step")  # MP-3: how many
     args = parser.parse_args()
-    folder = args.output.parent
     if "RANK" not in os.environ:
         parser.error("start it with torchrun, as the first lines of this file show")
-    saves = os.environ["RANK"] == "0"  # only rank 0 saves
-    if saves and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        parser.error(f"{folder} is not a writable folder")
+    if min(args.epochs, args.batch_size, args.chunks) < 1 or args.output.is_dir():
+        parser.error("--epochs, --batch-size and --chunks must be at least 1, and --output a file")
+    if os.environ["RANK"] == "0":  # only rank 0 saves
+        args.output.parent.mkdir(parents=True, exist_ok=True)
     devices = args.devices.split(",")
     if len(devices) != needed:
         parser.error(f"--devices {args.devices}: name {needed} devices, two per process")
     if 0 < gpus < needed and "cpu" in devices and os.environ["RANK"] == "0":
         print(f"training on the CPU: it needs {needed} GPUs, and PyTorch finds {gpus}", flush=True)
-    first = 2 * int(os.environ["LOCAL_RANK"])  # torchrun sets it
-    args.devices = [torch.device(name) for name in devices[first : first + 2]]
+    args.devices = [torch.device(name) for name in devices]
     return args
 
 
 class SplitConvNet(ConvNet):
-    """A ConvNet on two devices: [N, 1, 28, 28] on the first to scores [N, 10] on the second."""
+    """A ConvNet on two devices: [N, 1, 28, 28] on the first to logits [N, 10] on the second."""
 
     def __init__(self, devices, chunks):
         super().__init__()
         self.devices = devices
         self.chunks = chunks
-        self.layer1.to(devices[0], memory_format=torch.channels_last)  # MP-1
+        self.layer1.to(devices[0], memory_format=torch.channels_last)  # MP-1: a part on each
         self.layer2.to(devices[1], memory_format=torch.channels_last)
         self.fc.to(devices[1])
 
     def forward(self, images):
-        scores = []
+        logits = []
         for micro_batch in images.chunk(self.chunks):  # MP-3: the first GPU starts on the next one
             hidden = self.layer1(micro_batch).to(self.devices[1])  # MP-2: and its gradient back
-            scores.append(self.fc(self.layer2(hidden).flatten(1)))
-        return torch.cat(scores)
+            logits.append(self.fc(self.layer2(hidden).flatten(1)))
+        return torch.cat(logits)
 
 
 def train(args):
     # 1. Setup
-    first, second = args.devices
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun sets it
+    first, second = devices = args.devices[2 * local_rank : 2 * local_rank + 2]  # MP-1: its two
     if first.type == "cuda":
         torch.cuda.set_device(first)  # set before init_process_group
         os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")  # else torch 2.15 allows one GPU
@@ -94,7 +88,7 @@ def train(args):
     torch.manual_seed(args.seed)
 
     # 2. Data
-    train_set, test_set = load_mnist(args.data_dir)
+    train_set, test_set = load_mnist(args.data_dir, local_rank == 0)  # one downloads it
     train_sampler = DistributedSampler(train_set, seed=args.seed)  # MP-4: one shard per rank
     test_sampler = DistributedSampler(test_set, shuffle=False)
     options = {"pin_memory": first.type == "cuda"}
@@ -102,13 +96,13 @@ def train(args):
     test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
     # 3. Model
-    net = SplitConvNet(args.devices, args.chunks)
+    net = SplitConvNet(devices, args.chunks)
     model = DDP(net, gradient_as_bucket_view=True)  # MP-4: no device_ids, as it has two
-    torch.manual_seed(args.seed + rank)  # different dropout per rank
+    torch.manual_seed(args.seed + rank)  # MP-4: other random numbers on each rank
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    global_batch = args.batch_size * world_size  # the learning rate grows with it
+    global_batch = args.batch_size * world_size  # square-root rule: 04's README, Scaling
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
@@ -120,8 +114,9 @@ def train(args):
         net.train()
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()
-        total = torch.zeros(2, dtype=torch.float64, device=second)  # of the losses, of the images
-        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)  # one bar
+        total = torch.zeros(2, dtype=torch.float64, device=second)  # sum of losses, count of images
+        # One bar, of rank 0; None: on a terminal only
+        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)
         for images, labels in bar:
             images = images.to(first, non_blocking=True)  # MP-2: each where it is needed
             labels = labels.to(second, non_blocking=True)
@@ -136,10 +131,10 @@ def train(args):
         dist.all_reduce(total)  # sum over all ranks
         loss = (total[0] / total[1]).item()  # waits for the GPU
         seconds = time.perf_counter() - start
-        score = evaluate(net, test_loader, first, second)
+        accuracy = evaluate(net, test_loader, first, second)
         if rank == 0:  # log on rank 0 only
-            print(f"{title}  loss {loss:.4f}  accuracy {score:.4f}  {seconds:.1f} s  "
-                  f"{total[1] / seconds:.0f} images/s", flush=True)
+            print(f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  "
+                  f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s", flush=True)
 
     # 6. Save
     if rank == 0:  # MP-5: save on rank 0 only, with the names of a plain ConvNet, on one device
@@ -155,8 +150,7 @@ def evaluate(net, test_loader, first, second):
     correct = []
     for images, labels in test_loader:
         correct.append(net(images.to(first)).argmax(1) == labels.to(second))
-    correct = torch.cat(correct)
-    correct = gather_in_order(correct, len(test_loader.dataset))  # from all ranks
+    correct = gather_in_order(torch.cat(correct), len(test_loader.dataset))  # of all ranks
     return correct.sum().item() / len(correct)
 
 

@@ -1,8 +1,7 @@
 r"""Train a ConvNet on MNIST with checkpoints: whenever it is stopped, the same command resumes it.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or restarted processes find old addresses
-    torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=2 --max-restarts=3 \
-        06_checkpointing/train.py
+    torchrun --standalone --nproc-per-node=2 --max-restarts=3 06_checkpointing/train.py
 
 On one or two machines with a shared disk (elastic), with the same variable, on each:
 
@@ -12,9 +11,9 @@ On one or two machines with a shared disk (elastic), with the same variable, on 
 
 import argparse
 import contextlib
-import faulthandler
 import itertools
 import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -25,11 +24,10 @@ from pathlib import Path
 LAUNCHER = os.getppid()  # CKPT-5: early, as torchrun may be killed while torch is imported
 
 import torch
-import torch._dynamo  # if DDP imports it later, the model outlives the group, and exits may abort
+import torch._dynamo  # or the exit may abort: README, Troubleshooting
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
@@ -41,8 +39,6 @@ from common.model import ConvNet
 MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # CKPT-5: torchrun forwards them
 received = []  # those that this process has got
-
-faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints where this process is
 
 
 def parse_args():
@@ -58,21 +54,22 @@ def parse_args():
         default="cuda" if torch.cuda.is_available() else "cpu", help="where to train")
     add("--amp", action="store_true", help="mixed precision: autocast to bfloat16")
     add("--compile", action="store_true", help="compile the model: slower start, faster steps")
-    add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # DDP-2
-    add("--accumulate", type=int, default=1, help="micro-batches per step")  # DDP-7
-    add("--save-every", type=int, default=100, help="steps per checkpoint")  # CKPT-1
+    add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # DDP-2: small batches
+    add("--accumulate", type=int, default=1, help="micro-batches per step")  # DDP-7: larger batches
+    add("--save-every", type=int, default=100, help="steps per checkpoint")  # CKPT-1: when, where
     add("--checkpoint", type=Path, default="checkpoint.pt", help="checkpoint path; one per run")
     add("--best", type=Path, default="best.pt", help="path of the weights of the best epoch")
     args = parser.parse_args()
-    files = [args.output, args.checkpoint, args.best]  # CKPT-1
     if "RANK" not in os.environ:  # DDP-1: torchrun sets it
         parser.error("start it with torchrun, as the first lines of this file show")
-    saves = os.environ["RANK"] == "0"  # DDP-4: only rank 0 saves
-    if len({file.resolve() for file in files}) < len(files):  # CKPT-1
-        parser.error("--output, --checkpoint and --best must be different files")
-    for folder in [file.parent for file in files]:
-        if saves and not (folder.is_dir() and os.access(folder, os.W_OK)):
-            parser.error(f"{folder} is not a writable folder")
+    if min(args.epochs, args.batch_size, args.accumulate, args.save_every) < 1:  # CKPT-1: fail now
+        parser.error("--epochs, --batch-size, --accumulate and --save-every must be at least 1")
+    files = [args.output, args.checkpoint, args.best]
+    if len({file.resolve() for file in files}) < 3 or any(file.is_dir() for file in files):
+        parser.error("--output, --checkpoint and --best must be three different files")
+    if os.environ["RANK"] == "0":  # DDP-4: only rank 0 saves
+        for file in files:  # CKPT-1: each in its folder
+            file.parent.mkdir(parents=True, exist_ok=True)
     return args
 
 
@@ -81,137 +78,134 @@ def train(args):
     local_rank = int(os.environ["LOCAL_RANK"])  # DDP-1: torchrun sets it
     device = torch.device(f"cuda:{local_rank}" if args.device == "cuda" else "cpu")
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # one GPU per process, set before init_process_group
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")  # CKPT-5
+        torch.cuda.set_device(device)  # before init_process_group
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # CKPT-5: CPU tensors, too
+    dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
 
     # 2. Data
-    train_set, test_set = load_mnist(args.data_dir)
-    train_sampler = []  # CKPT-4: the indices of this rank's shard, set at the start of each epoch
-    test_sampler = DistributedSampler(test_set, shuffle=False)
+    train_set, test_set = load_mnist(args.data_dir, local_rank == 0)  # DDP-3: one downloads it
     options = {"pin_memory": device.type == "cuda"}
     options["worker_init_fn"] = ignore_stop_signals  # CKPT-5: workers get the signals as well
-    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **options)  # DDP-3
+    test_sampler = DistributedSampler(test_set, shuffle=False)
     test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
     # 3. Model
     net = ConvNet().to(device, memory_format=torch.channels_last)
-    if args.sync_bn:  # DDP-2
+    if args.sync_bn:  # DDP-2: convert BatchNorm, then wrap the model
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    model = DDP(net, gradient_as_bucket_view=True)  # DDP-2: backward averages the gradients
+    model = DDP(net, gradient_as_bucket_view=True)  # backward averages the gradients
     if args.compile:
         model = torch.compile(model)
-    torch.manual_seed(args.seed + rank)  # DDP-3: different dropout per rank
+    torch.manual_seed(args.seed + rank)  # DDP-3: other random numbers on each rank
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    global_batch = args.batch_size * args.accumulate * world_size  # DDP-7
+    global_batch = args.batch_size * args.accumulate * world_size  # DDP-7: images per step
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
-    total_steps = args.epochs * math.ceil(len(train_set) / global_batch)  # CKPT-4
-    done = {"epoch": 1, "images": 0, "best": None}  # CKPT-1: add your own numbers
-
-    def steps_done():  # CKPT-4: as if this number of processes had taken all of them
-        return total_steps * (done["epoch"] - 1 + done["images"] / len(train_set)) / args.epochs
-
-    scheduler = ByProgress(optimizer, lambda _: warmup_then_decay(steps_done(), total_steps))
-    objects = {"model": net, "optimizer": optimizer, "scheduler": scheduler}  # CKPT-1: add an EMA
-    run = {"images": len(train_set), "seed": args.seed, "lr": args.lr}  # CKPT-3: must not change
-    if load_checkpoint(args.checkpoint, objects, done, run) and rank == 0:
-        print(f"resuming from {args.checkpoint} at {done}", flush=True)
+    total_steps = args.epochs * math.ceil(len(train_set) / global_batch)  # CKPT-4: from the images
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    progress = {"epoch": 1, "images": 0, "best": -math.inf}  # CKPT-1: add your own numbers
+    stateful = {"model": net, "optimizer": optimizer}  # add an EMA, a GradScaler
+    fingerprint = {"images": len(train_set), "seed": args.seed, "lr": args.lr}  # CKPT-3: must match
+    load_checkpoint(args.checkpoint, stateful, progress, fingerprint)
     for number in STOP_SIGNALS:  # CKPT-5: from here on they no longer end the process
-        signal.signal(number, lambda number, _: received.append(number))
+        signal.signal(number, lambda signum, _: received.append(signum))
 
     def save():  # CKPT-1: on rank 0; DDP keeps the weights of the others equal
         if rank == 0:
-            states = {name: each.state_dict() for name, each in objects.items()}
-            save_file({"run": run, "done": done, "objects": states}, args.checkpoint)
+            states = {name: each.state_dict() for name, each in stateful.items()}
+            save_file({"fingerprint": fingerprint, "progress": progress, "states": states},
+                      args.checkpoint)
 
-    def stopped():  # CKPT-5
+    def stopped():  # CKPT-5: log that it was
         if rank == 0:
-            print(f"stopped at {done}; rerun the same command to resume", flush=True)
+            print(f"stopped at {progress}; rerun the same command to resume", flush=True)
 
     # 5. Train and evaluate
-    for epoch in range(done["epoch"], args.epochs + 1):  # CKPT-4
-        train_sampler[:] = rest_of_epoch(len(train_set), args.seed + epoch, done["images"])
+    for epoch in range(progress["epoch"], args.epochs + 1):  # CKPT-4: only what is left
+        shard = rest_of_epoch(len(train_set), args.seed + epoch, progress["images"])
+        train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options)
         net.train()
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()
-        total = torch.zeros(2, dtype=torch.float64, device=device)  # of the losses, of the images
-        steps = math.ceil(len(train_loader) / args.accumulate)  # DDP-7
-        batches = in_steps(train_loader, args.accumulate)
-        bar = tqdm(batches, title, steps, leave=False, disable=rank > 0 or None)  # DDP-4: one bar
-        for step, micro_batches in enumerate(bar, start=1):
+        total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
+        # DDP-4: one bar, of rank 0; None: on a terminal only
+        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)
+        for step, micro_batches in enumerate(in_steps(bar, args.accumulate), 1):  # DDP-7: one step
             images_in_step = sum(len(batch[1]) for batch in micro_batches)  # or batch["labels"]
-            torch.manual_seed(hash((args.seed, epoch, done["images"], rank)))  # CKPT-4: dropout
-            for number, batch in enumerate(micro_batches, start=1):  # DDP-7
+            # CKPT-4: dropout as without a stop; a hash of integers is the same in every process
+            torch.manual_seed(hash((args.seed, epoch, progress["images"], rank)))
+            for number, batch in enumerate(micro_batches, start=1):
                 images, labels = [part.to(device, non_blocking=True) for part in batch]
                 is_last = number == len(micro_batches)  # DDP-7: average the gradients once per step
                 with contextlib.nullcontext() if is_last else model.no_sync():
                     with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
                         loss = criterion(model(images), labels)
-                    (loss * (len(labels) / images_in_step)).backward()  # DDP-7
+                    (loss * (len(labels) / images_in_step)).backward()  # DDP-7: a weighted mean
                 total[0] += loss.detach() * len(labels)
                 total[1] += len(labels)
             nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            passes = epoch - 1 + progress["images"] / len(train_set)  # CKPT-4: over the data
+            factor = warmup_then_decay(total_steps * passes / args.epochs, total_steps)
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
+            progress["images"] = min(progress["images"] + global_batch, len(train_set))
             optimizer.step()
-            done["images"] += len(micro_batches) * args.batch_size * world_size  # CKPT-4
-            done["images"] = min(done["images"], len(train_set))  # the last batch may be smaller
-            scheduler.step()
             optimizer.zero_grad()
             stop = stop_asked()  # CKPT-5: all ranks stop after the same step
-            if stop or step % args.save_every == 0:  # CKPT-1
+            if stop or step % args.save_every == 0:
                 save()
-            if stop:  # CKPT-5
+            if stop:
                 bar.close()
                 return stopped()
         dist.all_reduce(total)  # DDP-5: sum over all ranks
-        loss = (total[0] / total[1]).item()  # waits for the GPU
+        loss = f"{total[0] / total[1]:.4f}" if total[1] else "-"  # CKPT-5: it was only evaluated
         seconds = time.perf_counter() - start
         save()  # CKPT-1: evaluation may take long
-        score = evaluate(net, test_loader, device)
-        if score is None:  # CKPT-5
+        accuracy = evaluate(net, test_loader, device)
+        if accuracy is None:  # CKPT-5: stopped in the evaluation
             return stopped()
         if rank == 0:  # DDP-4: log on rank 0 only
-            print(f"{title}  loss {loss:.4f}  accuracy {score:.4f}  {seconds:.1f} s  "
-                  f"{total[1] / seconds:.0f} images/s", flush=True)
-        if done["best"] is None or score > done["best"]:  # CKPT-1
-            done["best"] = score
+            print(f"{title}  loss {loss}  accuracy {accuracy:.4f}  "  # CKPT-5: -, if only evaluated
+                  f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s", flush=True)
+        if accuracy > progress["best"]:  # CKPT-1: on all ranks, as they all have the same
+            progress["best"] = accuracy
             if rank == 0:
                 save_file(net.state_dict(), args.best)
-        done |= {"epoch": epoch + 1, "images": 0}
+        progress |= {"epoch": epoch + 1, "images": 0}
         save()
 
     # 6. Save
     if rank == 0:  # DDP-4: save on rank 0 only
-        save_file(net.state_dict(), args.output)  # CKPT-2
+        save_file(net.state_dict(), args.output)  # CKPT-2: and not half of it
 
 
 @torch.no_grad()
 def evaluate(net, test_loader, device):
-    """Return the fraction of the test set classified correctly, or None if stopped."""  # CKPT-5
+    """Return the fraction of the test set that the network classifies correctly."""
     for buffer in net.buffers():  # DDP-5: copy rank 0's BatchNorm statistics to all ranks
         dist.broadcast(buffer, src=0)
     net.eval()
     correct = []
     for images, labels in test_loader:
-        if stop_asked():  # CKPT-5: all ranks have the same number of batches
+        if stop_asked():  # CKPT-5: or None; all ranks have the same number of batches
             return None
         correct.append(net(images.to(device)).argmax(1) == labels.to(device))
-    correct = torch.cat(correct)
-    correct = gather_in_order(correct, len(test_loader.dataset))  # DDP-5: from all ranks
+    correct = gather_in_order(torch.cat(correct), len(test_loader.dataset))  # DDP-5: of all ranks
     return correct.sum().item() / len(correct)
 
 
-def in_steps(loader, accumulate):  # DDP-7
+def in_steps(loader, accumulate):  # DDP-7: the batches of each step
     """Yield the micro-batches of each step as a list; the last list may be shorter."""
     iterator = iter(loader)
     while micro_batches := list(itertools.islice(iterator, accumulate)):
         yield micro_batches
 
 
-def rest_of_epoch(length, seed, images_done):  # CKPT-4
+def rest_of_epoch(length, seed, images_done):  # CKPT-4: in place of the sampler
     """This rank's part of the indices that an epoch has left; all parts are equally long."""
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed)).tolist()
     rest, world_size = order[images_done:], dist.get_world_size()
@@ -219,14 +213,7 @@ def rest_of_epoch(length, seed, images_done):  # CKPT-4
     return rest[dist.get_rank() :: world_size]
 
 
-class ByProgress(LambdaLR):  # CKPT-4
-    """LambdaLR whose rates follow the progress, also on another number of processes."""
-    def load_state_dict(self, state_dict):
-        super().load_state_dict({**state_dict, "base_lrs": self.base_lrs})
-        self.step()
-
-
-def save_file(content, path):  # CKPT-2
+def save_file(content, path):  # CKPT-2: a kill leaves no half file
     """Write a temporary file and rename it, so that path is a complete file at any moment."""
     path = path.resolve()  # a symlink stays one
     temporary = path.with_name(f"{path.name}.tmp")
@@ -238,8 +225,8 @@ def save_file(content, path):  # CKPT-2
     os.replace(temporary, path)
 
 
-def load_checkpoint(path, objects, done, run):  # CKPT-3
-    """Load a checkpoint, which rank 0 reads, on all ranks; return whether there is one.
+def load_checkpoint(path, stateful, progress, fingerprint):  # CKPT-3: rank 0 reads, all load
+    """Load the checkpoint, if there is one.
 
     Raises ValueError if it is damaged or of another run, UnpicklingError if it could run code.
     """
@@ -250,23 +237,24 @@ def load_checkpoint(path, objects, done, run):  # CKPT-3
         shared = [torch.load(path, map_location="cpu", weights_only=True)]
     dist.broadcast_object_list(shared)
     [state] = shared
-    if state and state.get("run") != run:
-        raise ValueError(f"{path} is of {state.get('run')}, not {run}: move it away to start again")
+    if state and state.get("fingerprint") != fingerprint:
+        raise ValueError(f"{path} has {state.get('fingerprint')}, not {fingerprint}: move it away")
     if state:
-        done.update(state["done"])
-        for name, each in objects.items():
-            each.load_state_dict(state["objects"][name])
-    return state is not None
+        progress.update(state["progress"])
+        for name, each in stateful.items():
+            each.load_state_dict(state["states"][name])
+        if dist.get_rank() == 0:
+            print(f"resuming from {path} at {progress}", flush=True)
 
 
-def stop_asked():  # CKPT-5
+def stop_asked():  # CKPT-5: a vote
     """Whether any rank has got a stop signal or lost its launcher; all ranks ask together."""
     flag = torch.tensor(len(received) + (os.getppid() != LAUNCHER))
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return flag.item() > 0
 
 
-def ignore_stop_signals(worker_id=None):  # CKPT-5
+def ignore_stop_signals(worker_id=None):  # CKPT-5: a worker, a rank that exits
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -277,8 +265,13 @@ def warmup_then_decay(step, total_steps):
 
 
 def main():
-    train(parse_args())
-    ignore_stop_signals()  # CKPT-5: a second signal must not end the process while it exits
+    try:  # CKPT-5: leave no worker behind
+        train(parse_args())
+    finally:  # CKPT-5: after an error the exit would wait for workers, which ignore SIGTERM
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a worker dies
+        for worker in multiprocessing.active_children():
+            worker.kill()
+    ignore_stop_signals()  # a second signal must not end the process while it exits
     dist.destroy_process_group()  # DDP-1: only now, when train() has freed the model
 
 

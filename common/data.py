@@ -15,14 +15,15 @@ BYTES = {"train-images-idx3-ubyte": 47_040_016, "train-labels-idx1-ubyte": 60_00
          "t10k-images-idx3-ubyte": 7_840_016, "t10k-labels-idx1-ubyte": 10_008}
 
 
-def load_mnist(root):
+def load_mnist(root, download=True):
     """Return the training and the test set: images (float32 [1, 28, 28], 0 to 1) and labels.
 
-    All ranks of a process group must call it. One process per node downloads what is missing in
-    root/MNIST/raw; if that fails on any node, rank 0 logs why and all train on the bundled digits.
+    All ranks of a process group must call it, with download=True on one process per node, which
+    downloads what is missing in root/MNIST/raw while the others wait. If that fails on any node,
+    rank 0 logs why and all ranks get the bundled digits.
     """
     problem = None
-    if os.environ.get("LOCAL_RANK", "0") == "0" and root.resolve() != DIGITS.parent:
+    if download and root.resolve() != DIGITS.parent:
         problem = download_mnist(root)
     if dist.is_initialized():
         problems = [None] * dist.get_world_size()

@@ -26,15 +26,17 @@ def all_gather_ragged(tensor):
 def gather_in_order(tensor, length):
     """Join the ranks' results for their samples in data set order: [n, ...] to [length, ...].
 
-    DistributedSampler(data_set, shuffle=False) deals out the samples in turn and pads the shards to
-    n = ⌈length ÷ world_size⌉ rows, one per sample; the padding is dropped. Raises ValueError on a
-    rank with a different number of rows, before any communication.
+    The samples must have been dealt out in turn: by DistributedSampler(data_set, shuffle=False),
+    whose padding is dropped, or by range(rank, length, world_size), which has none. Raises
+    ValueError on a rank with a different number of rows, before any communication.
     """
-    world_size = dist.get_world_size()
-    rows = -(-length // world_size)  # rounded up
-    if len(tensor) != rows:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rows = -(-length // world_size)  # rounded up, as with padding
+    if len(tensor) not in (rows, len(range(rank, length, world_size))):
         raise ValueError(
             f"{length} samples on {world_size} ranks need {rows} rows on each, one per sample, and "
-            f"rank {dist.get_rank()} has {len(tensor)}: use all_gather_ragged for other shards"
+            f"rank {rank} has {len(tensor)}: use all_gather_ragged for other shards"
         )
-    return all_gather(tensor).transpose(0, 1).flatten(0, 1)[:length]
+    padded = tensor.new_zeros(rows, *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    return all_gather(padded).transpose(0, 1).flatten(0, 1)[:length]
