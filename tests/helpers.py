@@ -1,0 +1,360 @@
+"""Run commands and scripts as users do, and compare what they print and save."""
+
+import contextlib
+import copy
+import importlib.util
+import multiprocessing.connection
+import os
+import re
+import runpy
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+
+ROOT = Path(__file__).resolve().parent.parent
+DIGITS = ROOT / "common"  # as --data-dir: the bundled digits, without a download
+COPIES = ROOT / "tests/copies"
+FOLDERS = sorted(path.parent.name for path in ROOT.glob("0*/train.py"))
+TORCHRUN = ["torchrun", "--standalone", "--local-addr=127.0.0.1"]
+IGNORED = shutil.ignore_patterns(".git", ".venv", "*cache*", "data", "site", "*.pt")
+VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")  # conftest.py hides them
+EPOCH = re.compile(r"epoch (?P<epoch>\d+)/(?P<epochs>\d+)  loss (?P<loss>\d+\.\d{4}|-)  accuracy "
+                   r"(?P<accuracy>[01]\.\d{4})  (?P<seconds>\d+\.\d) s  (?P<speed>\d+) images/s"
+                   r"(?P<memory>  \d+\.\d\d GB)?")
+GLOO = re.compile(r"^(?:\[Gloo\] Rank |is connected to |peer ranks\. |\d| |Expected number of "
+                  r"connected peer ranks is : )*\n", re.M)  # torch 2.8 prints it, in pieces
+# What launchers and launch files read: a test sets them itself or leaves them out
+SETTINGS = re.compile("""(?x)SLURM_.*|TORCH_.*|N(PROC|NODES|ODE_RANK)|MASTER_.*|OMP_NUM_THREADS|
+    (LOCAL_)?(RANK|WORLD_SIZE)|.*_SOCKET_IFNAME|RDZV_ENDPOINT|SCRIPT|OPTIONS|USER_ID|GROUP_ID|
+    PYTHONUNBUFFERED""")  # with it two processes print a line in pieces
+
+
+def clean_environment():
+    return {name: value for name, value in os.environ.items() if not SETTINGS.fullmatch(name)}
+
+
+class Result:
+    """A finished command: its exit code and what it printed."""
+
+    def __init__(self, command, code, output, errors):
+        self.command, self.code, self.errors = command, code, errors
+        self.output = GLOO.sub("", output) if "peer ranks" in output else output
+
+    def __repr__(self):
+        command = " ".join(map(str, self.command))
+        return f"{command}\nexit code {self.code}\n{self.output}\n{self.errors}"
+
+    def epochs(self):
+        """The epoch lines as dictionaries."""
+        return [line.groupdict() for line in EPOCH.finditer(self.output)]
+
+
+# Commands
+
+
+class Running:
+    """A command that has been started, with all processes that it starts."""
+
+    def __init__(self, command, cwd, **environment):
+        self.command, self.token, self.start = command, uuid.uuid4().hex, time.monotonic()
+        self.files = [tempfile.TemporaryFile() for _ in range(2)]
+        environment = {name: str(value) for name, value in environment.items()}
+        self.process = subprocess.Popen(
+            [str(part) for part in command], cwd=cwd, stdin=subprocess.DEVNULL,
+            env=clean_environment() | environment | {"TEST_RUN": self.token},
+            stdout=self.files[0], stderr=self.files[1], start_new_session=True)
+
+    def printed(self):
+        """What it has printed so far: standard output and standard error."""
+        # A seek() and read() would move the position at which the running processes write
+        sizes = [(file.fileno(), os.fstat(file.fileno()).st_size) for file in self.files]
+        return [os.pread(file, size, 0).decode(errors="replace") for file, size in sizes]
+
+    def kill_all(self):
+        """End it and everything that it has started."""
+        for process in processes(self.token):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self.process.wait()
+
+    def finish(self, limit=300):
+        """Return the result. It must end before the limit, and leave no process running."""
+        try:
+            self.process.wait(max(0, self.start + limit - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            printed = "\n".join(self.printed())
+            raise AssertionError(f"{self.command}: no end within {limit} s\n{printed}") from None
+        end = time.monotonic() + 60  # for the last processes
+        while (left := processes(self.token)) and time.monotonic() < end:
+            time.sleep(0.1)
+        self.kill_all()
+        result = Result(self.command, self.process.returncode, *self.printed())
+        assert not left, f"still running: {left}\n{result}"
+        return result
+
+
+def run(command, cwd, limit=300, **environment):
+    """Run a command to its end; returns the result."""
+    return Running(command, cwd, **environment).finish(limit)
+
+
+def wait_until(condition, *running, limit=300):
+    """Wait until a condition holds. None of these commands may end before."""
+    end = time.monotonic() + limit
+    while not condition():
+        state = [text[-3000:] for each in running for text in each.printed()]
+        alive = all(each.process.poll() is None for each in running)
+        assert alive and time.monotonic() < end, state
+        time.sleep(0.05)
+
+
+def wait_for(text, *running, times=1):
+    """Wait until these commands have printed a text so many times; none of them may end before."""
+    wait_until(lambda: sum(each.printed()[0].count(text) for each in running) >= times, *running)
+
+
+GIVEN_PORTS = set()
+
+
+def free_port():
+    """A port on which nothing listens, another at each call, and below those of connections."""
+    while True:
+        port = 10_000 + secrets.randbelow(19_000)
+        with contextlib.suppress(OSError):  # something listens there
+            if port not in GIVEN_PORTS:
+                socket.create_server(("", port)).close()
+                GIVEN_PORTS.add(port)
+                return port
+
+
+def processes(token):
+    """The ids of all processes that the Running with this token has started."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            if token.encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def tools(folder, bare=False, **scripts):
+    """A PATH on which these shell scripts come before the real tools; bare: instead of them."""
+    folder.mkdir(parents=True)
+    for name, text in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    for tool in ("bash", "dirname") if bare else ():
+        (folder / tool).symlink_to(shutil.which(tool))
+    return str(folder) if bare else f"{folder}:{os.environ['PATH']}"
+
+
+# Ranks, forked from a process that has imported torch: torchrun takes seconds to start them
+
+RANKS = multiprocessing.get_context("forkserver")
+MODULES = "nn fsdp pipelining tensor.parallel checkpoint.state_dict".split()
+RANKS.set_forkserver_preload(["tqdm", *(f"torch.distributed.{name}" for name in MODULES)])
+
+
+def start(function, arguments):
+    """Call a function with each of these arguments in a process of its own."""
+    ranks = [RANKS.Process(target=function, args=given) for given in arguments]
+    for process in ranks:
+        process.start()
+    return ranks
+
+
+def exit_codes(ranks, limit=120):
+    """Wait for the ends of ranks and return their exit codes; SIGKILL ends them at the limit.
+
+    That is half a minute after one of them has failed: the others may wait for it.
+    """
+    end = time.monotonic() + limit
+    while running := [process.sentinel for process in ranks if process.exitcode is None]:
+        if not multiprocessing.connection.wait(running, max(0, end - time.monotonic())):
+            break
+        if any(process.exitcode for process in ranks):
+            end = min(end, time.monotonic() + 30)
+    for process in ranks:
+        process.kill()
+        process.join()
+    return [process.exitcode for process in ranks]
+
+
+def start_ranks(script, nproc, options, cwd, files, **environment):
+    """Start a script in ranks as torchrun does; they append to two files, output and errors."""
+    launch = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+    launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    launch |= {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", ""), **environment}
+    given = [{"RANK": rank, "LOCAL_RANK": rank, **launch} for rank in range(nproc)]
+    return start(run_rank, [(Path(cwd, script), options, cwd, each, files) for each in given])
+
+
+def run_rank(script, options, cwd, settings, files):
+    os.chdir(cwd)
+    os.environ.update({name: str(value) for name, value in settings.items()})
+    for number, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.stdout = open(1, "w", closefd=False)  # a line in one piece, also from two ranks
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # DataLoader workers, as usual
+    sys.argv = [str(script), *map(str, options)]
+    sys.path[:] = [str(Path(script).parent), *(path for path in sys.path if path != str(ROOT))]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def run_ranks(script, nproc, *options, cwd, code=0, **environment):
+    """Run a script in ranks; their largest exit code must be this one."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, "output"), Path(folder, "errors")]
+        codes = exit_codes(start_ranks(script, nproc, options, cwd, files, **environment))
+        printed = [file.read_text() for file in files]
+    command = [*TORCHRUN, f"--nproc-per-node={nproc}", script, *options]
+    result = Result(command, max(map(abs, codes)), *printed)
+    assert result.code == code, result
+    return result
+
+
+# Copies
+
+
+def copy_project(folder, *files, small=()):
+    """Copy files of the repository, and common/, into one folder, as a reader does.
+
+    Of a folder, such as "04_ddp_torchrun", all scripts and run.sh.
+
+    small: "data" or "model", whose file in common/ is replaced by that of tests/small/.
+    """
+    shutil.copytree(ROOT / "common", folder / "common", ignore=IGNORED, dirs_exist_ok=True)
+    for file in files:
+        for path in (ROOT / file).glob("*.[ps]*") if (ROOT / file).is_dir() else [ROOT / file]:
+            shutil.copy(path, folder)
+    for name in [small] if isinstance(small, str) else small:
+        shutil.copy(ROOT / f"tests/small/{name}.py", folder / "common")
+    return folder
+
+
+def edit(file, old, new):
+    text = file.read_text()
+    assert old in text, f"{file} has no {old}"
+    file.write_text(text.replace(old, new))
+
+
+def fewer_digits(project):
+    """Let a copy train on 140 of the digits, each of them at nine positions."""
+    edit(project / "common/data.py", "[:1438", "[:140")
+    return project
+
+
+def without_batch_norm(project):
+    """Let a copied ConvNet normalise each image by itself, so that a batch may be split."""
+    edit(project / "common/model.py", "nn.BatchNorm2d(", "nn.GroupNorm(4, ")
+    return project
+
+
+def copy_repository(folder):
+    """Copy this repository, with few digits, also as `data`, and room for a project."""
+    shutil.copytree(ROOT, folder, ignore=IGNORED)
+    (folder / "data").symlink_to("common")
+    (folder / "YOUR_PROJECT").mkdir()
+    return fewer_digits(folder)
+
+
+def apply(project, patch):
+    """Apply a patch of copies/ to a copied project; the error names the hunk that does not fit."""
+    command = ["git", "apply", "-p2", "--reject", "--verbose", COPIES / patch]
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(project.parent)}
+    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{patch} does not fit:\n{done.stderr}"
+
+
+# Weights
+
+
+def load(path):
+    return torch.load(path, "cpu", weights_only=True)
+
+
+def distance(one, other):
+    """The largest difference between weights, files or dictionaries, which have the same names."""
+    one, other = [each if isinstance(each, dict) else load(each) for each in (one, other)]
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def bits(state):
+    """A state to be compared bit by bit: its tensors as their type, shape and bytes."""
+    if isinstance(state, dict):
+        return {name: bits(part) for name, part in state.items()}
+    if isinstance(state, list):
+        return [bits(part) for part in state]
+    if isinstance(state, torch.Tensor):
+        return state.dtype, state.shape, state.numpy().tobytes()
+    return state
+
+
+def equal(*files):
+    """Whether two files contain the same, bit by bit."""
+    one, other = [bits(load(path)) for path in files]
+    return one == other
+
+
+def module(path):
+    """A file as a module."""
+    spec = importlib.util.spec_from_file_location("module", path)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+# What one process computes, without the scripts
+
+SEED = 3
+
+
+def order_of(epoch, length, ranks, seed=SEED):
+    """The indices of an epoch, in the order in which the ranks get them, with padding."""
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+    return order + order[: -length % ranks]
+
+
+def gradients_alone(net, data_set, step, ranks, batch):
+    """Those of the mean loss of the images with the indices `step`; returns all losses.
+
+    Each micro-batch has its own BatchNorm, and the statistics of rank 0's stay.
+    """
+    losses = []
+    for rank in reversed(range(ranks)):
+        statistics = copy.deepcopy(list(net.buffers()))
+        for part in torch.tensor(step[rank::ranks]).split(batch):
+            images, labels = [each[part] for each in data_set.tensors]
+            chances = net(images).log_softmax(1)
+            each = -0.9 * chances[range(len(part)), labels] - 0.1 * chances.mean(1)
+            (each.sum() / len(step)).backward()
+            losses += each.tolist()
+        for buffer, before in zip(net.buffers(), statistics, strict=True) if rank else ():
+            buffer.copy_(before)
+    return losses
+
+
+@torch.no_grad()
+def accuracy_alone(net, test_set):
+    net.eval()
+    right = [net(images).argmax(1) == labels for images, labels in DataLoader(test_set, 47)]
+    net.train()
+    return torch.cat(right).double().mean().item()
+
+
+def rate_factor(step, total_steps):
+    """What the scripts multiply the peak learning rate by, in a formula of the tests' own."""
+    return min((step + 1) / (0.4 * total_steps + 1), (1 - step / total_steps) / 0.6)

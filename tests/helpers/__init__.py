@@ -1,1 +1,0 @@
-"""What the tests share, by purpose; tests/README.md lists it."""

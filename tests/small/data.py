@@ -1,0 +1,51 @@
+"""In place of common/data.py: few images, learned in a few steps, and what may happen meanwhile.
+
+READ="1 57 15": the process of rank 1 gets signal 15 when it reads its 57th image.
+IMAGE="5 9": the process that reads image 5, maybe a DataLoader worker, gets signal 9; with 0 in
+place of 9 it raises an error. Only once: a file `happened` has the name of the process.
+A file `slow` has the seconds that each image takes.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import time
+
+import torch
+from torch.utils.data import TensorDataset
+
+if "FLOAT32" not in os.environ:
+    torch.set_default_dtype(torch.float64)  # rounding is far from any mistake
+TRAIN, TEST = int(os.environ.get("TRAIN_IMAGES", 181)), 47  # no multiples of 2 or 3
+
+
+class Images(TensorDataset):
+    """What TensorDataset is, and an event at one of its images."""
+
+    read = 0  # by this process
+
+    def __getitem__(self, index):
+        Images.read += 1
+        rank, at, number = map(int, os.environ.get("READ", "-1 0 0").split())
+        if os.environ.get("RANK") == str(rank) and Images.read == at:
+            os.kill(os.getpid(), number)
+        at, number = map(int, os.environ.get("IMAGE", "-1 0").split())
+        if index == at and not os.path.exists("happened"):
+            with open("happened", "w") as file:
+                file.write(multiprocessing.current_process().name)
+            os.kill(os.getpid(), number)
+            if number == 0:
+                raise OSError("this image cannot be read")
+        with contextlib.suppress(FileNotFoundError), open("slow") as file:
+            time.sleep(float(file.read()))
+        return super().__getitem__(index)
+
+
+def load_mnist(root, download=True):
+    """Return the training and the test set: a pattern per class, and noise."""
+    numbers = torch.Generator().manual_seed(0)
+    patterns = torch.rand(10, 1, 4, 4, generator=numbers).repeat_interleave(7, 2)
+    labels = torch.randint(10, (TRAIN + TEST,), generator=numbers)
+    noise = torch.randn(TRAIN + TEST, 1, 28, 28, generator=numbers)
+    images = patterns.repeat_interleave(7, 3)[labels] + noise / 2
+    return Images(images[:TRAIN], labels[:TRAIN]), Images(images[TRAIN:], labels[TRAIN:])

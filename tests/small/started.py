@@ -1,0 +1,17 @@
+"""Runs SCRIPT; CLIP takes the place of its MAX_GRAD_NORM, for gradients below and above it.
+
+02 and 03 fork, as processes that import torch again take seconds; 03 is node RANK.
+"""
+
+import functools
+import importlib
+import os
+import sys
+
+import torch.multiprocessing as mp
+
+mp.spawn = functools.partial(mp.start_processes, start_method="fork")
+sys.argv += ["-i", os.environ["RANK"]] if "-n" in sys.argv else []
+script = importlib.import_module(os.environ["SCRIPT"])
+script.MAX_GRAD_NORM = float(os.environ.get("CLIP", script.MAX_GRAD_NORM))
+script.main()

@@ -1,0 +1,222 @@
+"""Launch files start what they show, and scripts take the devices and options they are given."""
+
+import os
+import re
+
+import pytest
+import torch
+from helpers import FOLDERS, ROOT, copy_project, free_port, module, run, run_ranks, tools
+
+# Launch files
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("0*/run.sh")), ids=FOLDERS)
+def test_a_launch_file_shows_its_command_in_the_first_screen(path):
+    lines = path.read_text().splitlines()
+    assert [line for line in lines if not line.startswith("#")][0] == "set -eu"
+    assert max(map(len, lines)) <= 100
+    launches = [number for number, line in enumerate(lines) if re.match(" *(exec|srun) ", line)]
+    assert launches and launches[-1] < 20
+
+
+STANDALONE = "torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node="
+SPAWN = "python {{}}/train.py --nodes {} --node-rank {} --master-addr"
+GPUS = {"GPUS": "1"}  # for the test: nvidia-smi is installed
+STATIC = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
+MASTER = "--master-addr=10.0.0.1 --master-port=29500"
+
+
+@pytest.mark.parametrize(("folder", "settings", "threads", "launch"), [
+    ("01_dataparallel", {}, "", "python {}/train.py"),
+    ("02_ddp_spawn", {}, "", "python {}/train.py"),
+    ("03_ddp_multinode_spawn", {}, "", f"{SPAWN.format(1, 0)} 127.0.0.1 --master-port 29500"),
+    ("03_ddp_multinode_spawn", STATIC, "", f"{SPAWN.format(2, 1)} 10.0.0.1 --master-port 29500"),
+    ("04_ddp_torchrun", {}, "6", f"{STANDALONE}2 {{}}/train.py"),
+    ("04_ddp_torchrun", GPUS, "", f"{STANDALONE}gpu {{}}/train.py"),
+    ("04_ddp_torchrun", {**GPUS, "NPROC": "5"}, "3", f"{STANDALONE}5 {{}}/train.py"),
+    ("04_ddp_torchrun", {**STATIC, "OMP_NUM_THREADS": "7"}, "7",
+     f"torchrun --nnodes=2 --node-rank=1 --nproc-per-node=2 {MASTER} {{}}/train.py"),
+    ("05_model_parallel", {"SCRIPT": "fsdp.py"}, "6", f"{STANDALONE}2 {{}}/fsdp.py"),
+    ("06_checkpointing", GPUS, "", f"{STANDALONE}gpu --max-restarts=3 {{}}/train.py"),
+    ("06_checkpointing", {"RDZV_ENDPOINT": "h:29400"}, "6",
+     "torchrun --nnodes=1:2 --nproc-per-node=2 --max-restarts=3 --rdzv-backend=c10d "
+     "--rdzv-id=train --rdzv-endpoint=h:29400 {}/train.py"),
+])
+def test_run_sh_starts(folder, settings, threads, launch, tmp_path):
+    """With 12 cores, in another folder; threads per process are rounded up."""
+    echo = '$TORCH_ELASTIC_SHUTDOWN_TIMEOUT $OMP_NUM_THREADS" "$@"'
+    fake = {name: f'echo "{name} {echo}' for name in ("python", "torchrun")}
+    fake |= {"getconf": "echo 12"} | ({"nvidia-smi": "exit 1"} if "GPUS" in settings else {})
+    script = ROOT / folder / "run.sh"
+    path = tools(tmp_path / "fake", bare=True, **fake)
+    result = run(["bash", script, "--lr", "a b"], tmp_path, PATH=path, **settings)
+    launcher, arguments = launch.format(script.parent).split(" ", 1)
+    limit = "120" if folder[:2] in ("05", "06") else ""  # seconds to save after a signal
+    assert result.output == f"{launcher} {limit} {threads} {arguments} --lr a b\n", result
+
+
+def test_the_batch_script_starts_torchrun_on_two_nodes(tmp_path):
+    """With the address and the port of the first; and it waits while the processes save."""
+    srun = 'kill -TERM $PPID; sleep 0.1; echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT $*"'
+    path = tools(tmp_path / "fake", scontrol="echo 127.0.0.1", srun=srun)
+    job = {"SLURM_JOB_ID": "20123", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "h[0-1]",
+           "SLURM_CPUS_PER_TASK": "2"}
+    result = run(["bash", ROOT / "07_slurm/run.sh", "--amp"], tmp_path, PATH=path, **job)
+    words = "110 --kill-on-bad-exit=1 --cpus-per-task=2 torchrun --nnodes=2 --nproc-per-node=gpu "
+    words += "--rdzv-backend=c10d --rdzv-id=20123 --rdzv-endpoint=127.0.0.1:10123"
+    assert result.output == f"{words} 07_slurm/train.py --amp\n", result
+
+
+@pytest.mark.parametrize(("gpus", "settings", "options", "launch"), [
+    ([], {}, "", "--standalone --local-addr=127.0.0.1 --nproc-per-node=2 --max-restarts=3"),
+    (["nvidia-smi"], {}, "--gpus=all ",
+     "--standalone --local-addr=127.0.0.1 --nproc-per-node=gpu --max-restarts=3"),
+    (["nvidia-smi"], STATIC, "--gpus=all ",
+     f"--nnodes=2 --node-rank=1 --nproc-per-node=gpu {MASTER}"),
+], ids=["one", "gpus", "two machines"])
+def test_docker_runs(gpus, settings, options, launch, tmp_path):
+    fake = {"docker": 'echo "$*"', "id": "echo 7", **dict.fromkeys(gpus, "")}
+    folder = ROOT / "08_docker"
+    path = tools(tmp_path / "fake", bare=True, **fake)
+    result = run(["bash", folder / "run.sh", "--amp"], tmp_path, PATH=path, **settings)
+    build, start = result.output.splitlines()
+    assert build == f"build --tag mnist-ddp --file {folder}/Dockerfile {folder}/.."
+    network = "--env GLOO_SOCKET_IFNAME --env NCCL_SOCKET_IFNAME --network=host "
+    engine = f"run --rm --init --stop-timeout=120 --shm-size=1g {options}--env OMP_NUM_THREADS "
+    engine += f"{network if settings else ''}--user 7:7 --volume {tmp_path}:/work mnist-ddp"
+    assert start == f"{engine} torchrun {launch} /app/train.py --amp"
+
+
+# Options that would cost a run are errors at its start
+
+WRONG = {
+    "01_dataparallel/train.py": ["--epochs 0", "--batch-size 0", "--output ."],
+    "02_ddp_spawn/train.py": ["--epochs 0", "--nprocs 0", "--output ."],
+    "03_ddp_multinode_spawn/train.py": ["--epochs 0", "-n 2 -g 2,0", "-n 2 -g 1,1,1", "--output ."],
+    "04_ddp_torchrun/train.py": ["--epochs -1", "--batch-size 0", "--output ."],
+    "05_model_parallel/train.py": ["--epochs 0", "--chunks 0", "--output .", "--devices cpu"],
+    "05_model_parallel/pipeline.py": ["--epochs 0", "--batch-size 5", "--output .", "--chunks 0",
+                                      "--schedule 1f1b --chunks 1"],
+    "05_model_parallel/tensor_parallel.py": ["--epochs 0", "--hidden 0", "--output ."],
+    "05_model_parallel/fsdp.py": ["--epochs 0", "--accumulate 0", "--save-every 0", "--shards 0",
+                                  "--shards 3", "--best mnist.pt", "--output .", "--best ."],
+    "06_checkpointing/train.py": ["--epochs -1", "--accumulate 0", "--save-every 0", "--output .",
+                                  "--best mnist.pt", "--output a.pt --checkpoint b/../a.pt"],
+}
+
+
+def error_of(script, options, monkeypatch, capsys, **launch):
+    """What argparse prints below its usage if a script rejects these options."""
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", [script, *options.split()])
+    with pytest.raises(SystemExit, match="^2$"):
+        module(ROOT / script).parse_args()
+    return re.fullmatch(r"\S+: error: (.*)", capsys.readouterr().err.splitlines()[-1])[1]
+
+
+@pytest.mark.parametrize(("script", "options"), [
+    (script, options) for script, given in WRONG.items() for options in given])
+def test_a_wrong_option_is_rejected_and_named(script, options, tmp_path, monkeypatch, capsys):
+    """Before a process group is made or data are loaded, and before a file is touched."""
+    monkeypatch.chdir(tmp_path)
+    launch = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2") | {"RANK": "0"}
+    error = error_of(script, options, monkeypatch, capsys, **launch)
+    assert options.split()[-2].replace("-g", "--nprocs") in error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", [path for path in WRONG if path > "04"])
+def test_without_a_launcher_a_script_says_so(script, monkeypatch, capsys):
+    error = error_of(script, "", monkeypatch, capsys)
+    assert error == "start it with torchrun, as the first lines of this file show"
+
+
+@pytest.mark.parametrize(("script", "ranks", "code", "error"), [
+    ("pipeline", 3, 2, "the network has 2 stages: start 2 processes, not 3"),
+    ("fsdp", 1, 1, "FileExistsError")])  # its checkpoint is a file
+def test_05_needs_a_process_for_each_stage_and_a_folder(script, ranks, code, error, tmp_path):
+    (tmp_path / "checkpoint").touch()
+    result = run_ranks(ROOT / f"05_model_parallel/{script}.py", ranks, cwd=tmp_path, code=code)
+    assert error in result.errors and not result.output
+
+
+# What the options turn on
+
+def check_reports(printed, options, seeds, threads=1):
+    """What the small network prints: of each rank, in training and in evaluation."""
+    line = r"^(\w+) on cpu in torch\.(\w+), seed (\d+), (\d+) threads, compiled (\w+)$"
+    found = re.findall(line, printed, re.M)
+    numbers = sorted(int(seed) for what, _, seed, *_ in found if what == "evaluation")
+    assert numbers == seeds if seeds else len({*numbers}) == 2, printed
+    for what, dtype, _, of_threads, compiled in found:
+        changed = what == "training" and bool(options)
+        expected = ("bfloat16" if changed else "float32", str(threads), str(changed))
+        assert (dtype, of_threads, compiled) == expected, printed
+
+
+@pytest.mark.parametrize("options", [[], ["--amp", "--compile"]], ids=["default", "changed"])
+@pytest.mark.parametrize(("folder", "ranks", "seeds", "more"), [
+    (FOLDERS[0], 1, [7], []), (FOLDERS[1], 1, [7, 8], ["--nprocs", 2]),
+    (FOLDERS[2], 1, [7, 8], ["-n", 1, "-g", 2, "--master-port", free_port()]),
+    (FOLDERS[3], 2, [7, 8], []), (FOLDERS[5], 2, None, []),  # others in each step
+])
+def test_random_numbers_differ_between_ranks_and_options_are_for_the_training(
+        folder, ranks, seeds, more, options, tmp_path):
+    """The processes of 02 and 03 share the cores, as torchrun has them by OMP_NUM_THREADS."""
+    files = [f"{folder}/train.py", "tests/small/started.py"]
+    project = copy_project(tmp_path / "project", *files, small=("data", "model"))
+    result = run_ranks("started.py", ranks, "--batch-size", 16, "--seed", 7, *options, *more,
+                       cwd=project, SCRIPT="train", FLOAT32=1)
+    threads = max(1, (os.cpu_count() or 1) // 2) if "spawn" in folder else 1
+    check_reports(result.output, options, seeds, threads)
+
+
+@pytest.mark.parametrize("folder", [FOLDERS[3], FOLDERS[5]])
+def test_sync_bn_converts_the_network(folder, tmp_path):
+    """Which torch rejects on the CPU."""
+    project = copy_project(tmp_path / "project", f"{folder}/train.py", small="data")
+    result = run_ranks("train.py", 2, "--sync-bn", cwd=project, code=1)
+    assert "SyncBatchNorm layers only work with GPU modules" in result.errors, result
+
+
+# Devices and backends: what a process asks for, where no GPU is
+
+BOTH = "cpu:gloo,cuda:nccl"
+ASKS = {  # the second process of the second machine asks for this GPU and this backend
+    "02_ddp_spawn/train.py": (1, "nccl"), "03_ddp_multinode_spawn/train.py": (1, "nccl"),
+    "04_ddp_torchrun/train.py": (1, "nccl"), "05_model_parallel/train.py": (2, "nccl"),
+    "05_model_parallel/pipeline.py": (1, "nccl"), "05_model_parallel/fsdp.py": (1, BOTH),
+    "05_model_parallel/tensor_parallel.py": (1, "nccl"),
+    "06_checkpointing/train.py": (1, BOTH), "07_slurm/train.py": (1, BOTH),
+}
+
+
+@pytest.mark.parametrize("script", ASKS)
+def test_a_process_takes_the_gpu_of_its_local_rank_then_joins_the_group(script, monkeypatch):
+    """With device_id, or torch 2.15's NCCL takes another GPU; 05/train.py has two per process."""
+    calls, gpu, backend = [], *ASKS[script]
+    launch = {"RANK": 3, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "WORLD_SIZE": 4}
+    launch |= {"WORLD_SIZE": 2} if "pipeline" in script else {}  # it rejects another number
+    for name, value in launch.items():
+        monkeypatch.setenv(name, str(value))
+    options = ["-n", "2", "-g", "2", "-i", "1"] if script.startswith("03") else []
+    monkeypatch.setattr("sys.argv", [script, *options])  # on GPUs, as there are some
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.set_device", calls.append)
+    monkeypatch.setattr("torch.distributed.TCPStore", lambda *given, **more: None)
+
+    def join(backend, rank=3, device_id=None, **given):
+        calls.append((backend, rank, device_id))
+        raise KeyboardInterrupt  # it has seen enough
+
+    monkeypatch.setattr("torch.distributed.init_process_group", join)
+    loaded = module(ROOT / script)
+    args = loaded.parse_args()
+    args.port = 1  # of 02
+    with pytest.raises(KeyboardInterrupt):
+        loaded.train(*[1] if script < "04" else [], args)
+    rank = 1 if script < "03" else 3
+    device_id = None if script.endswith("05_model_parallel/train.py") else torch.device("cuda", gpu)
+    assert calls == [torch.device("cuda", gpu), (backend, rank, device_id)]
