@@ -25,7 +25,7 @@ from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / ".pages" / "site"
-MARK = re.compile(r"\b((?:DP|DDP|MP|CKPT|SLURM|FSDP)-)(\d+)(?: to \1(\d+))?")
+MARK = re.compile(r"\b([A-Z]{2,5}-)(\d+)(?: to \1(\d+))?")
 TINTED = """side => [...document.querySelectorAll(`.changed > :${side}-child > *, .equal > * > *`)]
     .filter(line => getComputedStyle(line).backgroundColor != "rgba(0, 0, 0, 0)").length"""
 NOTES = """() => [...document.querySelectorAll(".step")].map(step => {

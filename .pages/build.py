@@ -28,7 +28,7 @@ BASE = dict.fromkeys(SCRIPTS, "04") | {script: base for base, script in TABS} | 
 HOME = {script: f"{BASE[script]}-{script}.html" for script in SCRIPTS} | {"01": "01-04.html"}
 PAGES = [page for glob in ("*.md", "0*/*.md", "tests/**/*.md", ".github/*.md")
          for page in sorted(Path().glob(glob))]
-MARK = re.compile(r"\b((?:DP|DDP|MP|CKPT|SLURM|FSDP)-)(\d+)")
+MARK = re.compile(r"\b([A-Z]{2,5}-)(\d+)")
 LIST = re.compile(r"^(?:- |1\. ).*\n(?:(?:- |\d+\. |  ).*\n|\n(?=  ))*", re.M)
 
 

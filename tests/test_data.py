@@ -19,8 +19,6 @@ from torch.utils.data import DataLoader
 from common import data
 from common.data import load_mnist
 
-NO_HOST = "http://127.0.0.1:9/"
-
 
 def torchvision_datasets():
     """Also where torch's build is not the one that torchvision was built for."""
@@ -61,7 +59,7 @@ def url(files):
         server.shutdown()
 
 
-def take_for_mnist(patch, folder, url=NO_HOST):
+def take_for_mnist(patch, folder, url="http://127.0.0.1:9/"):
     """Let common.data and torchvision take these files for MNIST, from this host."""
     sizes = {name: len((folder / name).read_bytes()) for name in data.BYTES}
     patch.setattr(data, "BYTES", sizes)

@@ -145,14 +145,15 @@ def test_05_needs_a_process_for_each_stage_and_a_folder(script, ranks, code, err
 
 def check_reports(printed, options, seeds, threads=1):
     """What the small network prints: of each rank, in training and in evaluation."""
-    line = r"^(\w+) on cpu in torch\.(\w+), seed (\d+), (\d+) threads, compiled (\w+)$"
-    found = re.findall(line, printed, re.M)
-    numbers = sorted(int(seed) for what, _, seed, *_ in found if what == "evaluation")
+    line = r"^(\w+) on cpu in torch\.(\w+), gradients (\w+), seed (\d+), (\d+) threads, compiled "
+    found = re.findall(f"{line}(\\w+)$", printed, re.M)
+    numbers = sorted(int(seed) for what, *_, seed, _, _ in found if what == "evaluation")
     assert numbers == seeds if seeds else len({*numbers}) == 2, printed
-    for what, dtype, _, of_threads, compiled in found:
-        changed = what == "training" and bool(options)
-        expected = ("bfloat16" if changed else "float32", str(threads), str(changed))
-        assert (dtype, of_threads, compiled) == expected, printed
+    for what, dtype, gradients, _, of_threads, compiled in found:
+        trains = what == "training"
+        assert (gradients, of_threads) == (str(trains), str(threads)), printed
+        changed = trains and bool(options)
+        assert (dtype, compiled) == ("bfloat16" if changed else "float32", str(changed)), printed
 
 
 @pytest.mark.parametrize("options", [[], ["--amp", "--compile"]], ids=["default", "changed"])

@@ -25,8 +25,9 @@ class ConvNet(nn.Module):
         if self.training not in self.reported:
             self.reported.add(self.training)
             what = "training" if self.training else "evaluation"
-            print(f"{what} on {logits.device} in {logits.dtype}, seed {torch.initial_seed()}, "
-                  f"{torch.get_num_threads()} threads, compiled {called_by_compile()}", flush=True)
+            print(f"{what} on {logits.device} in {logits.dtype}, gradients {logits.requires_grad}, "
+                  f"seed {torch.initial_seed()}, {torch.get_num_threads()} threads, "
+                  f"compiled {called_by_compile()}", flush=True)
             if logits.is_cuda:
                 torch.cuda.set_sync_debug_mode("warn" if self.training else "default")
         return logits
