@@ -31,8 +31,10 @@ log.oninput = () => {
   hits.sort((a, b) => a.rank - b.rank || b.size - a.size || a.line - b.line);
   list.replaceChildren(...(hits.length ? hits.map(({ row }) => row) : rows.map(([row]) => row)));
   nothing.hidden = !text.trim() || hits[0]?.rank === 0;
-  const first = Math.min(...hits.filter(({ rank }) => rank === hits[0].rank).map(({ line }) => line));
-  const lines = log.value.split("\n"), cuts = [Math.max(first - 3, 0), first - 1, first, first + 2];
+  const own = nothing.hidden ? -1 : errors.search(/^[\w. ]*(error|exception): /m); // that no row has
+  const first = own < 0 ? Math.min(...hits.filter(({ rank }) => rank === hits[0].rank).map(({ line }) => line))
+    : errors.slice(0, own).split("\n").length, lines = log.value.split("\n");
+  const cuts = [Math.max(first - 3, 0), first - 1, first, first + 2];
   [...excerpt.children].forEach((part, n) => part.textContent = lines.slice(cuts[n], cuts[n + 1]).join("\n") + "\n");
-  excerpt.hidden = !hits.length;
+  excerpt.hidden = !hits.length && own < 0;
 };

@@ -69,7 +69,7 @@ def parse_args():
     if args.output.is_dir() or args.best.is_dir() or args.output.resolve() == args.best.resolve():
         parser.error("--output and --best must be two different files")
     if os.environ["RANK"] == "0":  # DDP-4: only rank 0 saves
-        for folder in (args.output.parent, args.checkpoint, args.best.parent):  # FSDP-4: a folder
+        for folder in (args.checkpoint, args.output.parent, args.best.parent):  # FSDP-4: the first
             folder.mkdir(parents=True, exist_ok=True)
     return args
 
@@ -90,7 +90,7 @@ class VisionTransformer(nn.Module):  # FSDP-1: your model, with a list of blocks
         tokens = self.patches(images).flatten(2).transpose(1, 2) + self.positions.weight
         for block in self.blocks:
             tokens = (activation_checkpoint(block, tokens, use_reentrant=False) if self.recompute
-                      else block(tokens))  # or again in the backward
+                      else block(tokens))  # recompute: again in the backward
         return self.head(self.norm(tokens).mean(1))
 
 
@@ -126,7 +126,7 @@ def train(args):
     # 2. Data
     train_set, test_set = load_mnist(args.data_dir, local_rank == 0)  # DDP-3: one downloads it
     options = {"pin_memory": device.type == "cuda"}
-    options["worker_init_fn"] = ignore_stop_signals  # CKPT-5: workers get the signals as well
+    options["worker_init_fn"] = ignore_stop_signals  # CKPT-5: your workers get the signals, too
     test_sampler = DistributedSampler(test_set, shuffle=False)
     test_loader = DataLoader(test_set, args.batch_size, sampler=test_sampler, **options)
 
@@ -136,14 +136,14 @@ def train(args):
         model = VisionTransformer(args.width, args.depth, args.recompute)
     shape = (world_size // args.shards, args.shards)  # FSDP-2: copies of the model, shards of each
     names = ("copy", "shard") if shape[0] > 1 else ("shard",)  # HSDP, or FSDP
-    mesh = init_device_mesh(device.type, shape[-len(names) :], mesh_dim_names=names)
+    mesh = init_device_mesh(device.type, shape if shape[0] > 1 else shape[1:], mesh_dim_names=names)
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if args.amp else {}
     policy = MixedPrecisionPolicy(**dtypes)  # the shards stay in float32
     for module in (*model.blocks, model):  # each is all-gathered as a whole
         fully_shard(module, mesh=mesh, mp_policy=policy)
     model.to_empty(device=device)  # FSDP-3: memory for the shards, which rank 0 hands out
-    rank0 = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    dcp_state.set_model_state_dict(model, whole.state_dict() if rank == 0 else {}, options=rank0)
+    shared = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dcp_state.set_model_state_dict(model, whole.state_dict() if rank == 0 else {}, options=shared)
     for name, buffer in model.named_buffers():  # also those that no state_dict() has
         if rank == 0:
             buffer.copy_(whole.get_buffer(name))
@@ -186,7 +186,7 @@ def train(args):
         bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)
         for step, micro_batches in enumerate(in_steps(bar, args.accumulate), 1):  # DDP-7: one step
             images_in_step = sum(len(batch[1]) for batch in micro_batches)  # or batch["labels"]
-            # CKPT-4: dropout as without a stop; a hash of integers is the same in every process
+            # CKPT-4: a resumed step draws the same dropout; every process has the same hash of ints
             torch.manual_seed(hash((args.seed, epoch, progress["images"], rank)))
             for number, batch in enumerate(micro_batches, start=1):
                 images, labels = [part.to(device, non_blocking=True) for part in batch]
@@ -196,7 +196,7 @@ def train(args):
                 total[0] += loss.detach() * len(labels)
                 total[1] += len(labels)
             nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            passes = epoch - 1 + progress["images"] / len(train_set)  # CKPT-4: over the data
+            passes = epoch - 1 + progress["images"] / len(train_set)  # CKPT-4: through the data
             factor = warmup_then_decay(total_steps * passes / args.epochs, total_steps)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
@@ -239,10 +239,10 @@ def evaluate(model, test_loader, device):
     model.eval()
     correct = []
     for images, labels in test_loader:
-        if stop_asked():  # CKPT-5: or None; all ranks have the same number of batches
+        if stop_asked():  # CKPT-5: all ranks ask as often, as they have as many batches
             return None
         correct.append(model(images.to(device)).argmax(1) == labels.to(device))
-    model.reshard()  # FSDP-2: after a forward alone the root's own layers stay whole
+    model.reshard()  # FSDP-2: frees the root's own layers, which only a backward would do
     correct = gather_in_order(torch.cat(correct), len(test_loader.dataset))  # DDP-5: of all ranks
     return correct.sum().item() / len(correct)
 
@@ -286,7 +286,7 @@ class State:  # FSDP-4: in shards, in place of one file
         for name, parameter in self.model.named_parameters():
             if stepped and parameter.requires_grad and name not in stepped:
                 raise ValueError(f"{name} has had no gradient: use or freeze it, or no run resumes")
-        return {"model": weights, "optimizer": of_optimizer,  # JSON: DCP only fills what is there
+        return {"model": weights, "optimizer": of_optimizer,  # JSON: DCP loads only keys that exist
                 "progress": json.dumps(self.progress), "fingerprint": json.dumps(self.fingerprint)}
 
     def load_state_dict(self, state):

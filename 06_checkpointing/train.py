@@ -87,7 +87,7 @@ def train(args):
     # 2. Data
     train_set, test_set = load_mnist(args.data_dir, local_rank == 0)  # DDP-3: one downloads it
     options = {"pin_memory": device.type == "cuda"}
-    options["worker_init_fn"] = ignore_stop_signals  # CKPT-5: workers get the signals as well
+    options["worker_init_fn"] = ignore_stop_signals  # CKPT-5: your workers get the signals, too
     test_sampler = DistributedSampler(test_set, shuffle=False)
     test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
@@ -136,7 +136,7 @@ def train(args):
         bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)
         for step, micro_batches in enumerate(in_steps(bar, args.accumulate), 1):  # DDP-7: one step
             images_in_step = sum(len(batch[1]) for batch in micro_batches)  # or batch["labels"]
-            # CKPT-4: dropout as without a stop; a hash of integers is the same in every process
+            # CKPT-4: a resumed step draws the same dropout; every process has the same hash of ints
             torch.manual_seed(hash((args.seed, epoch, progress["images"], rank)))
             for number, batch in enumerate(micro_batches, start=1):
                 images, labels = [part.to(device, non_blocking=True) for part in batch]
@@ -148,7 +148,7 @@ def train(args):
                 total[0] += loss.detach() * len(labels)
                 total[1] += len(labels)
             nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            passes = epoch - 1 + progress["images"] / len(train_set)  # CKPT-4: over the data
+            passes = epoch - 1 + progress["images"] / len(train_set)  # CKPT-4: through the data
             factor = warmup_then_decay(total_steps * passes / args.epochs, total_steps)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
@@ -191,7 +191,7 @@ def evaluate(net, test_loader, device):
     net.eval()
     correct = []
     for images, labels in test_loader:
-        if stop_asked():  # CKPT-5: or None; all ranks have the same number of batches
+        if stop_asked():  # CKPT-5: all ranks ask as often, as they have as many batches
             return None
         correct.append(net(images.to(device)).argmax(1) == labels.to(device))
     correct = gather_in_order(torch.cat(correct), len(test_loader.dataset))  # DDP-5: of all ranks
@@ -221,7 +221,7 @@ def save_file(content, path):  # CKPT-2: a kill leaves no half file
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
-    torch.load(temporary, "cpu", mmap=True, weights_only=True)  # fails now, not at the resume
+    torch.load(temporary, "cpu", mmap=True, weights_only=True)  # what it rejects fails now
     os.replace(temporary, path)
 
 

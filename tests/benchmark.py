@@ -1,7 +1,6 @@
 """Time 04 against a plain DDP recipe, and two processes against one.
 
     python tests/benchmark.py --data-dir data
-    python tests/benchmark.py --data-dir data --rounds 5
 
 The recipe reads single samples through a default DataLoader, keeps contiguous tensors, uses Adam at
 1e-3 and gathers every batch at evaluation. The speed of a shared machine varies, so both sides run

@@ -195,7 +195,8 @@ def start_ranks(script, nproc, options, cwd, files, **environment):
     """Start a script in ranks as torchrun does; they append to two files, output and errors."""
     launch = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
     launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    launch |= {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", ""), **environment}
+    of_now = ("CUDA_VISIBLE_DEVICES", "TRAIN_IMAGES")  # the forkserver's are older
+    launch |= {name: os.environ.get(name, "") for name in of_now} | environment
     given = [{"RANK": rank, "LOCAL_RANK": rank, **launch} for rank in range(nproc)]
     return start(run_rank, [(Path(cwd, script), options, cwd, each, files) for each in given])
 

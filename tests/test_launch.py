@@ -128,8 +128,7 @@ def test_a_wrong_option_is_rejected_and_named(script, options, tmp_path, monkeyp
 
 @pytest.mark.parametrize("script", [path for path in WRONG if path > "04"])
 def test_without_a_launcher_a_script_says_so(script, monkeypatch, capsys):
-    error = error_of(script, "", monkeypatch, capsys)
-    assert error == "start it with torchrun, as the first lines of this file show"
+    assert "start it with torchrun" in error_of(script, "", monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(("script", "ranks", "code", "error"), [

@@ -1,7 +1,4 @@
-"""03 and 04 on two separate hosts: they train, and failures end in time.
-
-PyTorch's own limits are 5 minutes and more; the tests set shorter ones.
-"""
+"""03 and 04 on two separate hosts: they train, and end in time if their link is cut."""
 
 import re
 import subprocess

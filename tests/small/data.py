@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 if "FLOAT32" not in os.environ:
     torch.set_default_dtype(torch.float64)  # rounding is far from any mistake
-TRAIN, TEST = int(os.environ.get("TRAIN_IMAGES", 181)), 47  # no multiples of 2 or 3
+TRAIN, TEST = int(os.environ.get("TRAIN_IMAGES") or 181), 47  # no multiples of 2 or 3
 
 
 class Images(TensorDataset):
