@@ -5,8 +5,7 @@
 
 One fault at a time, in a copy: a statement or a decorator is deleted, a condition is made true or
 false, a number or a text of section 4 is changed. Then the tests must fail whose names have the
-script's number, or for those of 05 its name. (Statement deletion: L. Deng, J. Offutt and N. Li,
-ICST 2013.)
+script's number, or for those of 05 its name. (Statement deletion: Deng, Offutt, Li, ICST 2013.)
 """
 
 import argparse

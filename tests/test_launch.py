@@ -172,11 +172,15 @@ def test_random_numbers_differ_between_ranks_and_options_are_for_the_training(
     check_reports(result.output, options, seeds, threads)
 
 
-@pytest.mark.parametrize("folder", [FOLDERS[3], FOLDERS[5]])
-def test_sync_bn_converts_the_network(folder, tmp_path):
+@pytest.mark.parametrize(("folder", "more"), [
+    (FOLDERS[1], ["--nprocs", 2]), (FOLDERS[2], ["-n", 1, "-g", 2, "--master-port", free_port()]),
+    (FOLDERS[3], []), (FOLDERS[5], [])])
+def test_sync_bn_converts_the_network(folder, more, tmp_path):
     """Which torch rejects on the CPU."""
-    project = copy_project(tmp_path / "project", f"{folder}/train.py", small="data")
-    result = run_ranks("train.py", 2, "--sync-bn", cwd=project, code=1)
+    files = [f"{folder}/train.py", "tests/small/started.py"]
+    project = copy_project(tmp_path / "project", *files, small="data")
+    result = run_ranks("started.py", 1 if more else 2, "--sync-bn", *more, cwd=project, code=1,
+                       SCRIPT="train")
     assert "SyncBatchNorm layers only work with GPU modules" in result.errors, result
 
 
