@@ -139,7 +139,7 @@ def test_a_divided_batch_or_model_computes_what_one_device_does(
         how |= {"ranks": 1, "order": how["order"]()}
     lines = train_alone(net, module(project / "common/data.py"), **how)
     check(result, lines, project / "mnist.pt", net.state_dict(),
-          1e-5 if script == "fsdp.py" else 1e-10)  # which computes the loss in float32
+          1e-10 if script in ("train.py", "pipeline.py") else 1e-5)  # float32 losses; 2.8's norms
 
 
 # fsdp.py: what its model may be
