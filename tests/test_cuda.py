@@ -155,9 +155,9 @@ def test_two_gpus_take_the_steps_of_one_with_the_whole_batch(tmp_path):
     (project / "swapped.py").write_text(
         "import os\nos.environ['LOCAL_RANK'] = str(1 - int(os.environ['RANK']))\n"
         "import train\ntrain.main()\n")
-    options = ["--lr", 0.3, "--output"]
-    run_ranks("train.py", 1, "--batch-size", 24, *options, "one.pt", cwd=project)
-    run_ranks("swapped.py", 2, "--batch-size", 12, *options, "two.pt", cwd=project)
+    options, even = ["--lr", 0.3, "--output"], {"TRAIN_IMAGES": 180}
+    run_ranks("train.py", 1, "--batch-size", 24, *options, "one.pt", cwd=project, **even)
+    run_ranks("swapped.py", 2, "--batch-size", 12, *options, "two.pt", cwd=project, **even)
     assert distance(project / "one.pt", project / "two.pt") < 1e-9  # atomic additions vary
 
 
@@ -166,7 +166,7 @@ def test_a_process_of_the_second_node_of_03_takes_its_own_gpu(copy, tmp_path):
     """Nobody sets LOCAL_RANK: torch 2.15's NCCL would take another one without device_id."""
     command = ["python", copy / "03_ddp_multinode_spawn/train.py", "-n", 2, "-g", "1,2"]
     command += ["--data-dir", copy / "common", "--master-port", free_port(), "-i"]
-    nodes = [Running([*command, node], tmp_path, CUDA_VISIBLE_DEVICES=gpus)
+    nodes = [Running([*command, node], tmp_path, CUDA_VISIBLE_DEVICES=gpus, FAKE_HOST=node)
              for node, gpus in enumerate((GPUS[0], ",".join(GPUS[1:3])))]
     assert [node.finish().code for node in nodes] == [0, 0]
 
