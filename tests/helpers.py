@@ -233,7 +233,6 @@ def copy_project(folder, *files, small=()):
     """Copy files of the repository, and common/, into one folder, as a reader does.
 
     Of a folder, such as "04_ddp_torchrun", all scripts and run.sh.
-
     small: "data" or "model", whose file in common/ is replaced by that of tests/small/.
     """
     shutil.copytree(ROOT / "common", folder / "common", ignore=IGNORED, dirs_exist_ok=True)
@@ -271,12 +270,10 @@ def copy_repository(folder):
     return fewer_digits(folder)
 
 
-def apply(project, patch):
-    """Apply a patch of copies/ to a copied project; the error names the hunk that does not fit."""
-    command = ["git", "apply", "-p2", "--reject", "--verbose", COPIES / patch]
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(project.parent)}
-    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"{patch} does not fit:\n{done.stderr}"
+def apply(file, patch):
+    """Apply a patch of copies/ to a copied script; the error names the hunk that does not fit."""
+    done = subprocess.run(["patch", "-F0", file, COPIES / patch], capture_output=True, text=True)
+    assert done.returncode == 0, f"{patch} does not fit:\n{done.stdout}"
 
 
 # Weights

@@ -2,12 +2,11 @@
 
 import re
 import shutil
-import subprocess
 
 import pytest
 import torch
-from helpers import (COPIES, ROOT, SEED, copy_project, distance, equal, load, module, run_ranks,
-    without_batch_norm)
+from helpers import (COPIES, ROOT, SEED, apply, copy_project, distance, equal, load, module,
+    run_ranks, without_batch_norm)
 from torch.utils.data import DataLoader
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -29,12 +28,10 @@ script.main()
 
 def patched(folder, name, changes="", script=None):
     """A project with a patched script; changed.py sets what a reader edits, and runs it."""
-    patch = COPIES / f"{name}.patch"
-    script = script or re.search("--- a/(.*)", patch.read_text())[1]
+    script = script or re.search("--- a/(.*)", (COPIES / f"{name}.patch").read_text())[1]
     project = copy_project(folder / "a project", script, small="data")
     [file] = project.glob("*.py")
-    done = subprocess.run(["patch", "-F0", file, patch], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    apply(file, f"{name}.patch")
     (project / "changed.py").write_text(CHANGED.format(file.stem, changes))
     return project
 

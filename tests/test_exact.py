@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import (SEED, accuracy_alone, bits, copy_project, distance, exit_codes, free_port,
-    gradients_alone, load, module, order_of, rate_factor, run_ranks, start, without_batch_norm)
+from helpers import (SEED, accuracy_alone, bits, copy_project, distance, exit_codes, gradients_alone,
+    load, module, order_of, rate_factor, run_ranks, start, without_batch_norm)
 from torch.utils.data import DataLoader, DistributedSampler
 
 from common.gather import all_gather, all_gather_ragged, gather_in_order
@@ -69,7 +69,7 @@ def shuffled(epoch, length, ranks):
 
 @pytest.mark.parametrize(("folder", "ranks", "batch", "started", "options"), [
     ("01_dataparallel", 1, 24, 1, []), ("02_ddp_spawn", 2, 12, 1, ["--nprocs", 2]),
-    ("03_ddp_multinode_spawn", 3, 8, 2, ["-n", 2, "-g", "2,1", "--master-port"]),
+    ("03_ddp_multinode_spawn", 3, 8, 2, ["-n", 2, "-g", "2,1"]),
     ("04_ddp_torchrun", 1, 24, 1, []), ("04_ddp_torchrun", 2, 12, 2, []),
     ("04_ddp_torchrun", 3, 8, 3, []), ("04_ddp_torchrun", 7, 4, 7, []),
 ], ids=["01", "02", "03", "04 on 1", "04 on 2", "04 on 3", "04 on 7"])
@@ -79,7 +79,6 @@ def test_processes_compute_what_one_does(folder, ranks, batch, started, options,
     No number of processes but 1 divides the number of images, also of those to test.
     """
     project = copy_project(tmp_path / "a project", f"{folder}/train.py", STARTED, small="data")
-    options = [*options, free_port()] if options[-1:] == ["--master-port"] else options
     result = run_ranks("started.py", started, *GIVEN, "--batch-size", batch, *options, cwd=project,
                        SCRIPT="train", CLIP=12)
     torch.manual_seed(SEED)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from helpers import FOLDERS, ROOT, copy_project, free_port, module, run, run_ranks, tools
+from helpers import FOLDERS, ROOT, copy_project, module, run, run_ranks, tools
 
 # Launch files
 
@@ -158,7 +158,7 @@ def check_reports(printed, options, seeds, threads=1):
 @pytest.mark.parametrize("options", [[], ["--amp", "--compile"]], ids=["default", "changed"])
 @pytest.mark.parametrize(("folder", "ranks", "seeds", "more"), [
     (FOLDERS[0], 1, [7], []), (FOLDERS[1], 1, [7, 8], ["--nprocs", 2]),
-    (FOLDERS[2], 1, [7, 8], ["-n", 1, "-g", 2, "--master-port", free_port()]),
+    (FOLDERS[2], 1, [7, 8], ["-n", 1, "-g", 2]),
     (FOLDERS[3], 2, [7, 8], []), (FOLDERS[5], 2, None, []),  # others in each step
 ])
 def test_random_numbers_differ_between_ranks_and_options_are_for_the_training(
@@ -173,7 +173,7 @@ def test_random_numbers_differ_between_ranks_and_options_are_for_the_training(
 
 
 @pytest.mark.parametrize(("folder", "more"), [
-    (FOLDERS[1], ["--nprocs", 2]), (FOLDERS[2], ["-n", 1, "-g", 2, "--master-port", free_port()]),
+    (FOLDERS[1], ["--nprocs", 2]), (FOLDERS[2], ["-n", 1, "-g", 2]),
     (FOLDERS[3], []), (FOLDERS[5], [])])
 def test_sync_bn_converts_the_network(folder, more, tmp_path):
     """Which torch rejects on the CPU."""

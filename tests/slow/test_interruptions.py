@@ -125,7 +125,7 @@ def finish_with_workers(start, interrupt=lambda running: None):
 
 def test_signals_to_all_processes(project):
     """As a scheduler may send them: to torchrun, the ranks and the workers."""
-    apply(project, "add_workers.patch")
+    apply(project / "train.py", "add_workers.patch")
 
     def start():
         (project / "checkpoint.pt").unlink(missing_ok=True)
@@ -153,10 +153,9 @@ def test_signals_to_all_processes(project):
 def test_a_worker_cannot_read_an_image_or_is_killed(folder, restarts, tmp_path):
     """Nothing waits for it: 06 (which is 08) and 07 are restarted, fsdp.py ends; all resume."""
     project = copy_project(tmp_path / "a project", folder, small="data")
-    if (project / "fsdp.py").exists():
-        (project / "fsdp.py").rename(project / "train.py")
-    apply(project, "add_workers.patch")
-    command = [project / "train.py", "--epochs", 2, "--batch-size", 4, "--save-every", 3]
+    script = project / ("fsdp.py" if folder == "05_model_parallel" else "train.py")
+    apply(script, "add_workers.patch")
+    command = [script, "--epochs", 2, "--batch-size", 4, "--save-every", 3]
     run_ranks(command[0], 2, *command[1:], "--workers", 0, cwd=tmp_path)
     image = order_of(1, 181, 2, seed=0)[150]  # of step 19 of 23
     for event, error in ((0, "this image cannot be read"), (9, "killed by signal: Killed")):

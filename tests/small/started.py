@@ -11,7 +11,8 @@ import sys
 import torch.multiprocessing as mp
 
 mp.spawn = functools.partial(mp.start_processes, start_method="fork")
-sys.argv += ["-i", os.environ["RANK"]] if "-n" in sys.argv else []
+if "-n" in sys.argv:
+    sys.argv += ["-i", os.environ["RANK"], "--master-port", os.environ["MASTER_PORT"]]
 script = importlib.import_module(os.environ["SCRIPT"])
 script.MAX_GRAD_NORM = float(os.environ.get("CLIP", script.MAX_GRAD_NORM))
 script.main()
