@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import (SEED, accuracy_alone, bits, copy_project, distance, exit_codes, gradients_alone,
-    load, module, order_of, rate_factor, run_ranks, start, without_batch_norm)
+from helpers import (SEED, accuracy_alone, bits, copy_project, distance, exit_codes,
+    gradients_alone, load, module, order_of, rate_factor, run_ranks, start, without_batch_norm)
 from torch.utils.data import DataLoader, DistributedSampler
 
 from common.gather import all_gather, all_gather_ragged, gather_in_order
