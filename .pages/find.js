@@ -2,7 +2,7 @@
 const [log, list, nothing, excerpt] = ["log", "rows", "nothing", "excerpt"].map((id) => document.getElementById(id));
 const NO_CAUSE = /^.*(warning|childfailederror|error_file).*$|^\W?[wi]\d{4}\b.*$/gm; // warnings, torchrun's report
 const POINTS_UP = /(error|traceback).{0,40}\b(above|earlier)\b/i; // a row that sends the reader to an earlier error
-const ANYTHING = /(…|\.{3}|"[^"]*"|\S*\/\S+|\S+\.pt\b|(?<!-|signal |errno: )\b\d[\d.:]*|\s+)/; // numbers, paths, ...
+const ANYTHING = /(…|\.{3}|"[^"]*"|\S*\/\S+|\S+\.pt\b|(?<!-|signal:? |errno: )\b\d[\d.:]*|\s+)/; // numbers, paths, ...
 const clean = (text) => text.toLowerCase().replace(/\x1b\[[\d;]*m|\[[a-z]*\d+\]: ?/g, "").replace(/ *: */g, ": ");
 
 function pattern(text) { // size: how many characters of a log are as quoted
