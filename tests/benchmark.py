@@ -10,12 +10,12 @@ two CPU cores.
 
 import argparse
 import os
-import platform
 import re
 import statistics
 import sys
 import tempfile
 import time
+from itertools import accumulate, zip_longest
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ CUDA = torch.cuda.is_available()
 PROCESSES = torch.cuda.device_count() if CUDA else 2
 BATCH = 128  # images per process and step, where both sides use the same
 GOAL = 0.99  # accuracy on the test set
+CURVES = []  # of the last round: seconds of training and accuracy after each epoch
 
 
 def train_recipe(epochs, amp):
@@ -89,12 +90,14 @@ def evaluate_recipe(net, test_loader, device):
 
 
 def measure(folder, command, **settings):
-    """Run a command to its end: its images/s, the median of its epochs, and its seconds."""
+    """Run a command to its end: its images/s, the median of its epochs, its seconds, its epochs."""
     start = time.perf_counter()
     result = run(command, folder, 900, **settings)
-    seconds = time.perf_counter() - start
-    assert result.code == 0 and result.epochs(), result
-    return statistics.median(float(line["speed"]) for line in result.epochs()), seconds
+    seconds, lines = time.perf_counter() - start, result.epochs()
+    assert result.code == 0 and lines, result
+    trained = accumulate(float(line["seconds"]) for line in lines)
+    curve = [(f"{each:.1f}", line["accuracy"]) for each, line in zip(trained, lines, strict=True)]
+    return statistics.median(float(line["speed"]) for line in lines), seconds, curve
 
 
 def one_round(folder):
@@ -108,8 +111,10 @@ def one_round(folder):
         threads = max(1, os.cpu_count() // PROCESSES)
         return measure(folder, [*launch, *options], OMP_NUM_THREADS=threads)
 
-    speed, seconds = recipe("--epochs=15")  # it ends at GOAL, and 04 has that after one epoch
-    yield f"seconds to {GOAL:.1%}, start and end included | recipe", False, ours()[1], seconds
+    speed, seconds, curve = recipe("--epochs=15")  # it ends at GOAL; 04 has that after one epoch
+    _, ours_seconds, ours_curve = ours()
+    CURVES[:] = [curve, ours_curve]
+    yield f"seconds to {GOAL:.1%}, start and end included | recipe", False, ours_seconds, seconds
     what = f"images/s, batch size {BATCH}"
     for amp in ((), ("--amp",)):
         mine = ours(f"--batch-size={BATCH}", "--epochs=2", *amp)[0]
@@ -121,8 +126,7 @@ def one_round(folder):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--data-dir", type=Path, default="data", help="MNIST directory")
     add("--rounds", type=int, default=3, help="how often everything is timed")
@@ -141,14 +145,16 @@ def main():
                 ratio = pair[0] / pair[1] if more_is_better else pair[1] / pair[0]
                 results.setdefault(what, []).append([*pair, ratio])
     names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    machine = f"{os.cpu_count()} cores of {[*names, platform.machine()][0]}"
-    if CUDA:
-        machine = f"{PROCESSES} × {torch.cuda.get_device_name()}"
+    machine = torch.cuda.get_device_name() if CUDA else f"{os.cpu_count()} cores of {names[0]}"
     print(f"{machine}, torch {torch.__version__}; medians of {args.rounds} rounds:\n")
     print("| | compared with | 04 | the other | times better |\n| --- | --- | ---: | ---: | ---: |")
     for what, rows in results.items():
         ours, other, ratio = map(statistics.median, zip(*rows, strict=True))
         print(f"| {what} | {ours:.4g} | {other:.4g} | {ratio:.2f} |")
+    print("\n| epoch | recipe, seconds | recipe, accuracy | 04, seconds | 04, accuracy |")
+    print("| ---: " * 5 + "|")
+    for epoch, pairs in enumerate(zip_longest(*CURVES, fillvalue=("", "")), start=1):
+        print("|", " | ".join([str(epoch), *(cell for pair in pairs for cell in pair)]), "|")
 
 
 if __name__ == "__main__":

@@ -169,23 +169,3 @@ def test_a_process_of_the_second_node_of_03_takes_its_own_gpu(copy, tmp_path):
     nodes = [Running([*command, node], tmp_path, CUDA_VISIBLE_DEVICES=gpus, FAKE_HOST=node)
              for node, gpus in enumerate((GPUS[0], ",".join(GPUS[1:3])))]
     assert [node.finish().code for node in nodes] == [0, 0]
-
-
-GATHER = """
-import os, torch, torch.distributed as dist
-from common.gather import all_gather
-
-rank, device = int(os.environ["RANK"]), torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
-image = torch.arange(24, device=device).view(1, 2, 3, 4).to(memory_format=torch.channels_last)
-expected = torch.stack([image + number for number in range(dist.get_world_size())])
-assert torch.equal(all_gather(image + rank), expected)
-dist.destroy_process_group()
-"""
-
-
-def test_nccl_gathers_tensors_of_any_order_of_memory(tmp_path):
-    project = copy_project(tmp_path / "project")
-    (project / "gather.py").write_text(GATHER)
-    run_ranks("gather.py", TWO, cwd=project)

@@ -9,16 +9,6 @@ from helpers import FOLDERS, ROOT, copy_project, module, run, run_ranks, tools
 
 # Launch files
 
-
-@pytest.mark.parametrize("path", sorted(ROOT.glob("0*/run.sh")), ids=FOLDERS)
-def test_a_launch_file_shows_its_command_in_the_first_screen(path):
-    lines = path.read_text().splitlines()
-    assert [line for line in lines if not line.startswith("#")][0] == "set -eu"
-    assert max(map(len, lines)) <= 100
-    launches = [number for number, line in enumerate(lines) if re.match(" *(exec|srun) ", line)]
-    assert launches and launches[-1] < 20
-
-
 STANDALONE = "torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node="
 SPAWN = "python {{}}/train.py --nodes {} --node-rank {} --master-addr"
 GPUS = {"GPUS": "1"}  # for the test: nvidia-smi is installed
@@ -53,18 +43,6 @@ def test_run_sh_starts(folder, settings, threads, launch, tmp_path):
     launcher, arguments = launch.format(script.parent).split(" ", 1)
     limit = "120" if folder[:2] in ("05", "06") else ""  # seconds to save after a signal
     assert result.output == f"{launcher} {limit} {threads} {arguments} --lr a b\n", result
-
-
-def test_the_batch_script_starts_torchrun_on_two_nodes(tmp_path):
-    """With the address and the port of the first; and it waits while the processes save."""
-    srun = 'kill -TERM $PPID; sleep 0.1; echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT $*"'
-    path = tools(tmp_path / "fake", scontrol="echo 127.0.0.1", srun=srun)
-    job = {"SLURM_JOB_ID": "20123", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "h[0-1]",
-           "SLURM_CPUS_PER_TASK": "2"}
-    result = run(["bash", ROOT / "07_slurm/run.sh", "--amp"], tmp_path, PATH=path, **job)
-    words = "110 --kill-on-bad-exit=1 --cpus-per-task=2 torchrun --nnodes=2 --nproc-per-node=gpu "
-    words += "--rdzv-backend=c10d --rdzv-id=20123 --rdzv-endpoint=127.0.0.1:10123"
-    assert result.output == f"{words} 07_slurm/train.py --amp\n", result
 
 
 @pytest.mark.parametrize(("gpus", "settings", "options", "launch"), [
