@@ -2,11 +2,13 @@
 
 import re
 import shutil
+from math import cos, pi
 
 import pytest
 import torch
 from helpers import (COPIES, ROOT, SEED, apply, copy_project, distance, equal, load, module,
-    run_ranks, without_batch_norm)
+    order_of, run_ranks, without_batch_norm)
+from PIL import Image
 from torch.utils.data import DataLoader
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -132,38 +134,81 @@ script.warmup_then_decay = lambda *given: [
 """
 
 
+def stopped_and_resumed(folder, name, changes, *options, ranks=2, averaged=True):
+    """Ranks that accumulate train as one process does; also stopped, and resumed on one."""
+    project = patched(folder, name, AVERAGE + LANGUAGE + changes)
+
+    def learn(part, ranks, batch, accumulate, **given):
+        (folder / part).mkdir(exist_ok=True)
+        return run_ranks(project / "changed.py", ranks, *GIVEN, *options, "--data-dir", folder,
+                         "--batch-size", batch, "--accumulate", accumulate, cwd=folder / part,
+                         TRAIN_IMAGES=72, **given)  # four steps and a half
+
+    printed = numbers(learn("one", 1, 16, 1))
+    assert len(printed) == 2 and numbers(learn("several", ranks, 4, 2)) == printed
+    stopped = learn("stopped", ranks, 4, 2, STOP=1)
+    assert "\nstopped at {'epoch': 2, 'images': 32, " in stopped.output
+    resumed = learn("stopped", 1, 8, 2)
+    assert "resuming from" in resumed.output and numbers(resumed)[-1][-7:] == printed[1][-7:]
+    one, rounding = folder / "one", 1e-5 if "fsdp" in name else 1e-10  # its loss is float32
+    for file in ("last.pt", "best.pt"):
+        for part in ("several", "stopped"):
+            assert distance(one / file, folder / part / file) < rounding
+    if averaged:  # what is evaluated, and saved as the best
+        assert distance(first_of(one / "best.pt"), load(one / "average-0.pt")) < rounding
+        assert distance(one / "last.pt", one / "best.pt") > 1e-3
+    return printed
+
+
 @pytest.mark.parametrize(("name", "average", "options"), [
     ("06_language_model", "", ["--dropout", 0, "--lr", 4]),
     ("05_fsdp_llama", "before_a_step(lambda *given: None if averages else follow(*given))",
      ["--width", 32, "--depth", 2, "--recompute", "--lr", 1])])
 def test_a_language_model(name, average, options, tmp_path):
-    """With one mean over all tokens of a step, whatever the padding; also stopped and resumed.
-
-    The average of the weights is evaluated, and saved as the best.
-    """
-    project = patched(tmp_path, name, AVERAGE + LANGUAGE + average)
-    lines = [f"{n**5} {n % 7 * 'ab'}" for n in range(83)]  # 72 to train: four steps and a half
+    """With one mean over all tokens of a step, whatever the padding."""
+    lines = [f"{n**5} {n % 7 * 'ab'}" for n in range(83)]
     (tmp_path / "train.txt").write_text("\n".join(lines[:72]))
     (tmp_path / "test.txt").write_text("\n".join(lines[72:]))
-    options += ["--data-dir", tmp_path, "--workers", 0]
+    stopped_and_resumed(tmp_path, name, average, *options, "--workers", 0)
 
-    def learn(folder, ranks, batch, accumulate, **given):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        return run_ranks(project / "changed.py", ranks, *GIVEN, *options, "--batch-size", batch,
-                         "--accumulate", accumulate, cwd=tmp_path / folder, **given)
 
-    printed = numbers(learn("one", 1, 16, 1))
-    assert len(printed) == 2 and numbers(learn("two", 2, 4, 2)) == printed
-    stopped = learn("stopped", 2, 4, 2, STOP=1)
-    assert "\nstopped at {'epoch': 2, 'images': 32, " in stopped.output
-    resumed = learn("stopped", 1, 8, 2)
-    assert "resuming from" in resumed.output
-    assert numbers(resumed)[-1].split()[-1] == printed[1].split()[-1]  # the perplexity
-    for file in ("last.pt", "best.pt"):
-        for folder in ("two", "stopped"):  # the loss of fsdp.py is float32
-            assert distance(tmp_path / "one" / file, tmp_path / folder / file) < 1e-5
-    assert distance(first_of(tmp_path / "one/best.pt"), load(tmp_path / "one/average-0.pt")) < 1e-5
-    assert distance(tmp_path / "one/last.pt", tmp_path / "one/best.pt") > 1e-3
+def test_fsdp_with_tensor_parallelism(tmp_path):
+    """Four ranks, of which two compute each layer together, with clipped gradients."""
+    stopped_and_resumed(tmp_path, "05_fsdp_tp", "script.MAX_GRAD_NORM = 1.3", "--lr", 1,
+                        "--width", 16, "--depth", 1, "--output", "last.pt", ranks=4, averaged=False)
+
+
+def test_a_segmentation(tmp_path):
+    """The steps are those of torch's own weighted mean; a class that is nowhere has no IoU."""
+    masks = torch.randint(3, (83, 8, 8), generator=torch.Generator().manual_seed(0))
+    images = (80 * masks + 20 * masks.roll(1, 2))[:, None].repeat(1, 3, 1, 1)
+    for n, mask in enumerate(masks):
+        mask[: n % 7] = 255  # ignored
+        for name, pixels in (("images", images[n, 0]), ("masks", mask)):
+            path = tmp_path / ("train" if n < 72 else "test") / name / f"{n:02}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels.byte().numpy()).save(path)
+    printed = stopped_and_resumed(tmp_path, "06_segmentation", "", "--lr", 1, "--workers", 1)
+    torch.manual_seed(SEED)
+    net = module(tmp_path / "a project/train.py").UNet(4)
+    optimizer = torch.optim.SGD(net.parameters(), weight_decay=0.05)
+    criterion = torch.nn.CrossEntropyLoss(torch.tensor([0.5, 1, 1, 4]), ignore_index=255)
+    for epoch, first in [(epoch, 16 * step) for epoch in (1, 2) for step in range(5)]:
+        rows = order_of(epoch, 72, 1)[first : first + 16]
+        drawn = [torch.rand((), generator=torch.manual_seed(hash((SEED, epoch, n)))) for n in rows]
+        inputs, targets = [torch.stack([part[n].flip(-1) if number < 0.5 else part[n] for n, number
+                           in zip(rows, drawn, strict=True)]) for part in (images, masks)]
+        criterion(net(inputs / 255), targets).backward()
+        at = 5 * (epoch - 1 + first / 72) - 0.5  # of ten steps, without the half step of warm-up
+        optimizer.param_groups[0]["lr"] = (1 + cos(pi * at / 9.5)) / 8 if at > 0 else 1 / 6
+        optimizer.step()
+        optimizer.zero_grad()
+    assert distance(dict(net.state_dict()), load(tmp_path / "one/last.pt")) < 1e-10
+    net.load_state_dict(load(tmp_path / "one/best.pt"))
+    valid, predicted = masks[72:] < 255, net(images[72:] / 255).argmax(1)
+    found, right = [part[valid][:, None] == torch.arange(4) for part in (predicted, masks[72:])]
+    shared, union = (found & right).sum(0), (found | right).sum(0)
+    assert union[3] == 0 and printed[1].endswith(f" {(shared / union)[:3].mean():.4f}")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
