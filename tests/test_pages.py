@@ -11,7 +11,7 @@ from torch.distributed.run import get_args_parser
 
 MAIN = ROOT / "README.md"
 PAGES = [MAIN, *(ROOT / folder / "README.md" for folder in FOLDERS), ROOT / "tests/README.md"]
-PAGES += [COPIES / "README.md", ROOT / ".github/CONTRIBUTING.md"]
+PAGES += [ROOT / "tests/benchmark.md", COPIES / "README.md", ROOT / ".github/CONTRIBUTING.md"]
 SCRIPTS = sorted(ROOT.glob("0*/*.py"))
 BASES = {"02": "01", "03": "02", "04": "01", "06": "04", "07": "06"}
 FOLDER = {folder[:2]: folder for folder in FOLDERS}
