@@ -99,10 +99,9 @@ class Block(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.norm1 = nn.LayerNorm(width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, tokens):
@@ -345,6 +344,7 @@ def main():
         for worker in multiprocessing.active_children():
             worker.kill()
     ignore_stop_signals()  # a second signal must not end the process while it exits
+    time.sleep(0.1)  # DTensor keeps the threads of Gloo, and one at work may abort the exit
     dist.destroy_process_group()  # DDP-1: only now, when train() has freed the model
 
 

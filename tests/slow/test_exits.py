@@ -124,8 +124,7 @@ def test_the_selftest_names_a_check_that_gets_no_answer(tmp_path):
 def test_each_exit_has_the_code_0(path, tmp_path):
     """And no thread of the process group is left, but with fsdp.py's DTensor.
 
-    Such a thread may need the interpreter's lock when it is gone: an abort, or a hang. EXITS=100
-    in the environment looks at as many exits.
+    Such a thread may abort, as the interpreter's lock is gone. EXITS=100 looks at so many exits.
     """
     project = copy_project(tmp_path / "a project", path, small="data")
     (project / "counted.py").write_text(COUNTED.format(Path(path).stem))
