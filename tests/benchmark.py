@@ -3,9 +3,8 @@
     python tests/benchmark.py --data-dir data
 
 The recipe reads single samples through a default DataLoader, keeps contiguous tensors, uses Adam at
-1e-3 and gathers every batch at evaluation. The speed of a shared machine varies, so both sides run
-in turns. The table has the medians over the rounds, for the ratios too. A round takes minutes on
-two CPU cores.
+1e-3 and gathers every batch at evaluation. Both sides run in turns, and the table has the medians
+of the rounds, also for the ratios. A round takes minutes on two CPU cores.
 """
 
 import argparse

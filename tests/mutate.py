@@ -26,7 +26,6 @@ SKIPPED = ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
 ON_GPUS = "only a GPU executes it: test_cuda.py"  # does not count
 ACCEPTED = {  # what may survive, and why; all others are to be looked at
     r'set_device|max_memory|reset_peak|DataParallel|# DP-1|"cuda"': ON_GPUS,
-    r"_dynamo|destroy_process_group": "without it some exits abort: slow/test_exits.py",
     r"SIG_|STOP_SIGNALS|ignore_stop|parent_process|sys\.exit|\.kill|active_child|finally": "what "
         "ends processes: slow/test_exits.py, slow/test_interruptions.py",
     r"fsync|flush": "a power cut",

@@ -1,6 +1,5 @@
 """Launch files start what they show, and scripts take the devices and options they are given."""
 
-import os
 import re
 
 import pytest
@@ -120,6 +119,9 @@ def test_05_needs_a_process_for_each_stage_and_a_folder(script, ranks, code, err
 
 # What the options turn on
 
+TWO = [(FOLDERS[1], ["--nprocs", 2]), (FOLDERS[2], ["-n", 1, "-g", 2]), (FOLDERS[3], []),
+       (FOLDERS[5], [])]  # processes
+
 def check_reports(printed, options, seeds, threads=1):
     """What the small network prints: of each rank, in training and in evaluation."""
     line = r"^(\w+) on cpu in torch\.(\w+), gradients (\w+), seed (\d+), (\d+) threads, compiled "
@@ -134,25 +136,19 @@ def check_reports(printed, options, seeds, threads=1):
 
 
 @pytest.mark.parametrize("options", [[], ["--amp", "--compile"]], ids=["default", "changed"])
-@pytest.mark.parametrize(("folder", "ranks", "seeds", "more"), [
-    (FOLDERS[0], 1, [7], []), (FOLDERS[1], 1, [7, 8], ["--nprocs", 2]),
-    (FOLDERS[2], 1, [7, 8], ["-n", 1, "-g", 2]),
-    (FOLDERS[3], 2, [7, 8], []), (FOLDERS[5], 2, None, []),  # others in each step
-])
+@pytest.mark.parametrize(("folder", "more"), [(FOLDERS[0], []), *TWO])
 def test_random_numbers_differ_between_ranks_and_options_are_for_the_training(
-        folder, ranks, seeds, more, options, tmp_path):
+        folder, more, options, tmp_path):
     """The processes of 02 and 03 share the cores, as torchrun has them by OMP_NUM_THREADS."""
     files = [f"{folder}/train.py", "tests/small/started.py"]
     project = copy_project(tmp_path / "project", *files, small=("data", "model"))
-    result = run_ranks("started.py", ranks, "--batch-size", 16, "--seed", 7, *options, *more,
-                       cwd=project, SCRIPT="train", FLOAT32=1)
-    threads = max(1, (os.cpu_count() or 1) // 2) if "spawn" in folder else 1
-    check_reports(result.output, options, seeds, threads)
+    result = run_ranks("started.py", 1 if folder < "04" else 2, "--batch-size", 16, "--seed", 7,
+                       *options, *more, cwd=project, SCRIPT="train", FLOAT32=1, THREADS=7)
+    seeds = {"01": [7], "06": None}.get(folder[:2], [7, 8])  # 06 has others in each step
+    check_reports(result.output, options, seeds, threads=3 if "spawn" in folder else 1)
 
 
-@pytest.mark.parametrize(("folder", "more"), [
-    (FOLDERS[1], ["--nprocs", 2]), (FOLDERS[2], ["-n", 1, "-g", 2]),
-    (FOLDERS[3], []), (FOLDERS[5], [])])
+@pytest.mark.parametrize(("folder", "more"), TWO)
 def test_sync_bn_converts_the_network(folder, more, tmp_path):
     """Which torch rejects on the CPU."""
     files = [f"{folder}/train.py", "tests/small/started.py"]
