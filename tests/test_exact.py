@@ -158,6 +158,7 @@ class Odd(fsdp.VisionTransformer):
         self.register_buffer("number", torch.tensor(-1))
 
     def forward(self, images):
+        assert torch.is_grad_enabled() == self.training
         more = self.tied(images.flatten(1)[:, :16]).sum(1, keepdim=True)
         return super().forward(images) * (1 + self.drawn * more / 99) * self.number
 
@@ -173,9 +174,11 @@ def test_fsdp_begins_with_the_weights_of_one_process(ranks, shards, tmp_path):
     """Bit for bit: at a rate of 0 they stay as they are."""
     project = copy_project(tmp_path / "a project", "05_model_parallel/fsdp.py", small="data")
     options = ["--lr", 0, "--epochs", 1, "--seed", SEED, "--batch-size", 60, "--shards", shards]
-    run_ranks("fsdp.py", ranks, *options, cwd=project)
+    result = run_ranks("fsdp.py", ranks, *options, cwd=project)
     torch.manual_seed(SEED)
     model = module(project / "fsdp.py").VisionTransformer(64, 3)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert f"{count} parameters, {8 * count // 2} bytes" in result.output or shards > 2, result
     assert bits(load(project / "mnist.pt")) == bits(dict(model.state_dict()))
 
 

@@ -7,7 +7,6 @@ import math
 import pickle
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from helpers import (SEED, copy_project, distance, equal, exit_codes, free_port,
     run_rank, run_ranks, start, tools, without_batch_norm)
 
 CHECKPOINTING, FSDP = "06_checkpointing/train.py", "05_model_parallel/fsdp.py"
-TERM = int(signal.SIGTERM)
 IMAGES, TESTS = 181, 47  # of tests/small/data.py
 
 
@@ -33,7 +31,7 @@ def project(tmp_path_factory):
 def train(project, tmp_path):
     """Train in forked ranks and in a folder of its own; `stop` is for READ of the small data."""
     def train(script, ranks, *options, stop=None, cwd=tmp_path, **given):
-        given |= {"READ": f"{ranks - 1} {stop} {TERM}"} if stop else {}
+        given |= {"READ": f"{ranks - 1} {stop} 15"} if stop else {}
         return run_ranks(project / script, ranks, "--seed", SEED, *options, cwd=cwd, **given)
 
     return train
@@ -88,7 +86,7 @@ def test_resumes_on_any_number_of_processes(path, options, more, rounding, tmp_p
         return run_ranks(script, ranks, "--batch-size", size, *options, **given)
 
     whole = train("whole", 1, 36, *options)
-    train("stopped", 2, 18, *options, READ=f"1 40 {TERM}")
+    train("stopped", 2, 18, *options, READ="1 40 15")
     newest = tmp_path / "stopped/checkpoint.pt"
     if path == FSDP:
         kept = sorted((tmp_path / "stopped/checkpoint").iterdir())
@@ -243,7 +241,7 @@ def test_07_a_stopped_job_is_requeued_once_it_has_saved(record, calls, tmp_path)
     project = copy_project(tmp_path / "a project", "07_slurm/train.py", small=("data", "model"))
     (project / "record").write_text(RECORD.format(*record))
     job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": 2, "MASTER_ADDR": "127.0.0.1"}
-    job |= {"MASTER_PORT": free_port(), "READ": f"1 40 {TERM}"}
+    job |= {"MASTER_PORT": free_port(), "READ": "1 40 15"}
     job["PATH"] = tools(tmp_path / "tools", scontrol=SCONTROL)
     files = [tmp_path / "output", tmp_path / "errors"]
     given = [(project / "train.py", ["--batch-size", 16], project,

@@ -9,8 +9,7 @@ from torch import nn
 class ConvNet(nn.Module):
     """Images [N, 1, 28, 28] to logits [N, 10]; prints how it computes.
 
-    Both once for training and once for evaluation, on each rank. Training then warns where a line
-    waits for the GPU.
+    Once in training, which then warns where a line waits for the GPU, and once in evaluation.
     """
 
     def __init__(self):
