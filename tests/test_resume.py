@@ -77,7 +77,7 @@ def test_resumes_on_any_number_of_processes(path, options, more, rounding, tmp_p
     fsdp.py resumes from its newest complete checkpoint, of the two that it keeps.
     """
     project = without_batch_norm(copy_project(tmp_path / "a project", path, small="data"))
-    options = ["--seed", SEED, "--epochs", 2, "--save-every", 2, *options]
+    options = ["--seed", SEED, "--epochs", 2, "--save-every", 1, *options]
 
     def train(folder, ranks, size, *options, **given):  # 180 images: with 181 some ranks repeat one
         given = {"cwd": tmp_path / folder, "TRAIN_IMAGES": 180, **given}

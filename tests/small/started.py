@@ -1,7 +1,6 @@
 """Runs SCRIPT; CLIP takes the place of its MAX_GRAD_NORM, for gradients below and above it.
 
-02 and 03 fork, as processes that import torch again take seconds; 03 is node RANK. Their main()
-has THREADS threads.
+02 and 03 fork, as an import takes seconds; their main() has THREADS threads. 03 is node RANK.
 """
 
 import functools
@@ -14,12 +13,13 @@ import torch
 
 
 def call(function, *given):
-    """Call main(); or run() of 02 and 03, which SIGINT must be able to end if main() is killed."""
+    """Call main(), after which 06 ignores signals; or run(), which SIGINT ends if main() dies."""
     if given:  # a spawned process reads it when it imports torch
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     function(*given)
     assert not torch.distributed.is_initialized(), "the process group is left to the exit"
-    assert not given or signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    stops = [signal.SIGINT] if given else getattr(script, "STOP_SIGNALS", ())
+    assert {*map(signal.getsignal, stops)} <= {signal.SIG_DFL if given else signal.SIG_IGN}
 
 
 mp = torch.multiprocessing
