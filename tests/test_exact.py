@@ -146,13 +146,11 @@ def test_a_divided_batch_or_model_computes_what_one_device_does(
 ODD = """
 import fsdp
 import torch
-from torch import nn
-
 
 class Odd(fsdp.VisionTransformer):
     def __init__(self, *given):
         super().__init__(*given)
-        self.tied = nn.Linear(16, 16, bias=False)
+        self.tied = torch.nn.Linear(16, 16, bias=False)
         self.tied.weight = self.positions.weight
         self.register_buffer("drawn", torch.randn(10), persistent=False)
         self.register_buffer("number", torch.tensor(-1))
@@ -161,7 +159,6 @@ class Odd(fsdp.VisionTransformer):
         assert torch.is_grad_enabled() == self.training
         more = self.tied(images.flatten(1)[:, :16]).sum(1, keepdim=True)
         return super().forward(images) * (1 + self.drawn * more / 99) * self.number
-
 
 if __name__ == "__main__":
     fsdp.VisionTransformer, fsdp.MAX_GRAD_NORM = Odd, 0.7

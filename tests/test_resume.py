@@ -93,6 +93,7 @@ def test_resumes_on_any_number_of_processes(path, options, more, rounding, tmp_p
         assert [each.name[-4:] for each in kept] == ["0072", "0108"]
         (kept[1] / ".metadata").rename(tmp_path / "incomplete")
         newest = kept[0]
+    assert "existing checkpoint" not in whole.errors, whole  # each is saved once
     for ranks, others in more.items():
         shutil.copytree(tmp_path / "stopped", tmp_path / f"on {ranks}")
         size = 36 // max(ranks, 2)
@@ -168,14 +169,11 @@ def test_fsdp_rejects_a_checkpoint_of_another_run(train, tmp_path):
 
 
 UNUSED = """
-import fsdp
-from torch import nn
-
+import fsdp, torch
 class WithUnused(fsdp.VisionTransformer):
     def __init__(self, *given):
         super().__init__(*given)
-        self.unused = nn.Linear(2, 2)
-
+        self.unused = torch.nn.Linear(2, 2)
 fsdp.VisionTransformer = WithUnused
 fsdp.main()
 """

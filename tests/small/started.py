@@ -5,6 +5,7 @@
 
 import functools
 import importlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -17,6 +18,8 @@ def call(function, *given):
     if given:  # a spawned process reads it when it imports torch
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     function(*given)
+    workers = multiprocessing.active_children()
+    assert all(worker.join(10) or worker.exitcode == -9 for worker in workers), "left to the exit"
     assert not torch.distributed.is_initialized(), "the process group is left to the exit"
     stops = [signal.SIGINT] if given else getattr(script, "STOP_SIGNALS", ())
     assert {*map(signal.getsignal, stops)} <= {signal.SIG_DFL if given else signal.SIG_IGN}
@@ -32,4 +35,6 @@ if hasattr(script, "run"):
     os.environ.pop("OMP_NUM_THREADS", None)
     torch.set_num_threads(int(os.environ.get("THREADS", 1)))
     script.run = functools.partial(call, script.run)
+if hasattr(script, "STOP_SIGNALS"):
+    multiprocessing.Process(target=signal.pause, daemon=True).start()  # as a DataLoader worker
 call(script.main)
