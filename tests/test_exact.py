@@ -69,7 +69,7 @@ def shuffled(epoch, length, ranks):
 
 @pytest.mark.parametrize(("folder", "ranks", "batch", "started", "options"), [
     ("01_dataparallel", 1, 24, 1, []), ("02_ddp_spawn", 2, 12, 1, ["--nprocs", 2]),
-    ("03_ddp_multinode_spawn", 3, 8, 2, ["-n", 2, "-g", "2,1"]),
+    ("03_ddp_multinode_spawn", 3, 4, 2, ["-n", 2, "-g", "2,1"]),
     ("04_ddp_torchrun", 1, 24, 1, []), ("04_ddp_torchrun", 2, 12, 2, []),
     ("04_ddp_torchrun", 3, 8, 3, []), ("04_ddp_torchrun", 7, 4, 7, []),
 ], ids=["01", "02", "03", "04 on 1", "04 on 2", "04 on 3", "04 on 7"])
