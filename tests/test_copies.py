@@ -105,7 +105,6 @@ AVERAGE = """
 from torch.optim.optimizer import register_optimizer_step_post_hook as after_a_step
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_a_step
 seen, averages, kept = [], [], lambda done: min(0.99, (1 + done) / (10 + done))
-
 def follow(optimizer, *given):
     weight = optimizer.param_groups[0]["params"][0].detach()
     weight = getattr(weight, "full_tensor", lambda: weight)().clone()
@@ -115,7 +114,6 @@ def follow(optimizer, *given):
     share = kept(len(averages)) if averages else 0
     averages.append(share * averages[-1] + (1 - share) * weight if averages else weight)
     torch.save({"first": averages[-1]}, f"average-{os.environ['RANK']}.pt")
-
 after_a_step(follow)
 """
 

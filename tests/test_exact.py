@@ -161,6 +161,9 @@ class Odd(fsdp.VisionTransformer):
         return super().forward(images) * (1 + self.drawn * more / 99) * self.number
 
 if __name__ == "__main__":
+    score = fsdp.evaluate  # after which an average, say, may read the weights
+    fsdp.evaluate = lambda model, *given: [
+        score(model, *given), [each.full_tensor() for each in model.parameters()]][0]
     fsdp.VisionTransformer, fsdp.MAX_GRAD_NORM = Odd, 0.7
     fsdp.main()
 """

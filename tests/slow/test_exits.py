@@ -13,14 +13,12 @@ from helpers import (FOLDERS, TORCHRUN, Running, copy_project, equal, free_port,
 SPAWN = FOLDERS[1:3]  # 02 and 03
 COUNTED = """
 import atexit, contextlib, pathlib, {0}
-
 def count_threads():
     names = []
     for path in pathlib.Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):  # it has just ended
             names.append(path.read_text())
     print("threads of Gloo:", sum("gloo" in name for name in names), flush=True)
-
 atexit.register(count_threads)
 {0}.main()
 """

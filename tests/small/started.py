@@ -22,6 +22,7 @@ def call(function, *given):
     assert all(worker.join(10) or worker.exitcode == -9 for worker in workers), "left to the exit"
     assert not torch.distributed.is_initialized(), "the process group is left to the exit"
     stops = [signal.SIGINT] if given else getattr(script, "STOP_SIGNALS", ())
+    assert given or not stops or torch.initial_seed() > 99, "steps without seeds of their own"
     assert {*map(signal.getsignal, stops)} <= {signal.SIG_DFL if given else signal.SIG_IGN}
 
 
