@@ -29,7 +29,6 @@ compiler = pytest.mark.skipif(not COMPILES, reason="--compile needs a C compiler
 # Runs a script, whose path is its first argument, as a GPU without these kernels needs it
 PLAIN = """
 import functools, os, runpy, sys, torch
-
 if os.environ.get("SDPA") == "math":
     for kind in ("flash", "mem_efficient", "cudnn"):
         getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
