@@ -344,7 +344,7 @@ def main():
         for worker in multiprocessing.active_children():
             worker.kill()
     ignore_stop_signals()  # a second signal must not end the process while it exits
-    time.sleep(0.1)  # DTensor keeps the threads of Gloo, and one at work may abort the exit
+    time.sleep(0.1)  # DTensor keeps Gloo's threads: let them finish, or one may abort the exit
     dist.destroy_process_group()  # DDP-1: only now, when train() has freed the model
 
 

@@ -146,7 +146,7 @@ def warmup_then_decay(step, total_steps):
 
 def main():
     train(parse_args())
-    time.sleep(0.1)  # DTensor keeps the threads of Gloo, and one at work may abort the exit
+    time.sleep(0.1)  # DTensor keeps Gloo's threads: let them finish, or one may abort the exit
     dist.destroy_process_group()  # only now, when train() has freed the model
 
 

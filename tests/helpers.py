@@ -138,12 +138,13 @@ def free_port():
                 return port
 
 
-def processes(token):
-    """The ids of all processes that the Running with this token has started."""
+def processes(token, word=b""):
+    """The ids of all processes of the Running with this token that have this in their command."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            if token.encode() in (entry / "environ").read_bytes():
+            command, environment = [(entry / name).read_bytes() for name in ("cmdline", "environ")]
+            if token.encode() in environment and word in command:
                 found.append(int(entry.name))
     return found
 

@@ -161,7 +161,7 @@ class Odd(fsdp.VisionTransformer):
         return super().forward(images) * (1 + self.drawn * more / 99) * self.number
 
 if __name__ == "__main__":
-    score = fsdp.evaluate  # after which an average, say, may read the weights
+    score = fsdp.evaluate  # after which a copy may read the weights, to average them
     fsdp.evaluate = lambda model, *given: [
         score(model, *given), [each.full_tensor() for each in model.parameters()]][0]
     fsdp.VisionTransformer, fsdp.MAX_GRAD_NORM = Odd, 0.7

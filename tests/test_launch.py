@@ -120,7 +120,7 @@ def test_05_needs_a_process_for_each_stage_and_a_folder(script, ranks, code, err
 # What the options turn on
 
 TWO = [(FOLDERS[1], ["--nprocs", 2]), (FOLDERS[2], ["-n", 1, "-g", 2]), (FOLDERS[3], []),
-       (FOLDERS[5], [])]  # processes
+       (FOLDERS[5], [])]  # two processes each
 
 def check_reports(printed, options, seeds, threads=1):
     """What the small network prints: of each rank, in training and in evaluation."""
@@ -139,11 +139,11 @@ def check_reports(printed, options, seeds, threads=1):
 @pytest.mark.parametrize(("folder", "more"), [(FOLDERS[0], []), *TWO])
 def test_random_numbers_differ_between_ranks_and_options_are_for_the_training(
         folder, more, options, tmp_path):
-    """The processes of 02 and 03 share the cores, as torchrun has them by OMP_NUM_THREADS."""
+    """02 and 03 divide main()'s 7 threads by their two processes; the others have one."""
     files = [f"{folder}/train.py", "tests/small/started.py"]
     project = copy_project(tmp_path / "project", *files, small=("data", "model"))
     result = run_ranks("started.py", 1 if folder < "04" else 2, "--batch-size", 16, "--seed", 7,
-                       *options, *more, cwd=project, SCRIPT="train", FLOAT32=1, THREADS=7)
+                       *options, *more, cwd=project, SCRIPT="train", FLOAT32=1, TEST_THREADS=7)
     seeds = {"01": [7], "06": None}.get(folder[:2], [7, 8])  # 06 has others in each step
     check_reports(result.output, options, seeds, threads=3 if "spawn" in folder else 1)
 

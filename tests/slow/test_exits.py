@@ -61,17 +61,12 @@ def test_a_signal_ends_a_job(ctrl_c, start):
 
 
 def test_a_failing_rank_ends_the_job_and_shows_its_traceback(start, tmp_path):
-    """02 and 03. 07 has such a rank under torchrun, on Slurm."""
+    """02 and 03, if it ends first, or that of the other one. 07 has such a rank on Slurm."""
     for job in [start(folder, IMAGE="5 0") for folder in SPAWN]:
         result = job.finish()
-        assert result.code and "OSError: this image cannot be read" in result.errors, result
+        error = "OSError: this image cannot be read|Connection (closed|reset) by peer"
+        assert result.code == 1 and re.search(error, result.errors), result
     assert not list(tmp_path.glob("**/mnist.pt"))
-
-
-def ranks_of(job, mark):
-    """The processes of a job with this word in their command line."""
-    return [process for process in processes(job.token)
-            if mark in Path(f"/proc/{process}/cmdline").read_bytes()]
 
 
 @pytest.mark.parametrize("folder", SPAWN)
@@ -91,7 +86,7 @@ def test_killed_while_it_starts_it_leaves_nothing_to_the_next_run(folder, tmp_pa
     for kill in range(int(os.environ.get("KILLS", 1))):
         for name in ("SIGKILL", "SIGTERM", "SIGHUP") if "KILLS" in os.environ else ("SIGKILL",):
             killed = start(f"{name} {kill}")
-            wait_until(lambda job=killed: len(ranks_of(job, b"multiprocessing-fork")) == 2, killed)
+            wait_until(lambda job=killed: len(processes(job.token, b"ing-fork")) == 2, killed)
             time.sleep(0.3)
             killed.process.send_signal(signal.Signals[name])
             result = start(f"after {name} {kill}").finish()
@@ -107,7 +102,7 @@ def test_the_selftest_names_a_check_that_gets_no_answer(tmp_path):
     job = Running([*TORCHRUN, "--nproc-per-node=2", "selftest.py", "--timeout", 5], project)
     while " 1 MiB " not in job.printed()[0]:  # without a pause: the next takes milliseconds
         assert job.process.poll() is None and time.monotonic() < job.start + 100, job.printed()
-    [rank_1] = [process for process in ranks_of(job, b"selftest.py")
+    [rank_1] = [process for process in processes(job.token, b"selftest.py")
                 if b"\0RANK=1\0" in Path(f"/proc/{process}/environ").read_bytes()]
     os.kill(rank_1, signal.SIGSTOP)
     wait_for("FAILED: ", job)
@@ -118,11 +113,12 @@ def test_the_selftest_names_a_check_that_gets_no_answer(tmp_path):
 
 
 @pytest.mark.parametrize("path", [
-    "04_ddp_torchrun/train.py", "06_checkpointing/train.py", "05_model_parallel/fsdp.py"])
+    "04_ddp_torchrun/train.py", "06_checkpointing/train.py",
+    "05_model_parallel/tensor_parallel.py", "05_model_parallel/fsdp.py"])
 def test_each_exit_has_the_code_0(path, tmp_path):
-    """And no thread of the process group is left, but with fsdp.py's DTensor.
+    """And no thread of the process group is left, but with DTensor.
 
-    Such a thread may abort, as the interpreter's lock is gone. EXITS=100 looks at so many exits.
+    Such a thread may abort the process while Python finalizes. EXITS=100: so many exits.
     """
     project = copy_project(tmp_path / "a project", path, small="data")
     (project / "counted.py").write_text(COUNTED.format(Path(path).stem))
@@ -132,4 +128,4 @@ def test_each_exit_has_the_code_0(path, tmp_path):
         result = Running(command, tmp_path / str(number)).finish()
         assert result.code == 0 and len(result.epochs()) == 1, result
         left = re.findall(r"^threads of Gloo: (\d+)$", result.output, re.M)
-        assert left == ["0", "0"] or "fsdp" in path, result
+        assert left == ["0", "0"] or "05_" in path, result

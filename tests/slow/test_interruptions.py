@@ -87,9 +87,8 @@ def test_without_its_launcher_a_run_saves_and_ends(while_it, project):
     """After `kill -9` of run.sh, which is torchrun: a rerun would train next to the ranks."""
 
     def ranks_import_torch():
-        ranks = [Path(f"/proc/{process}") for process in processes(running.token)]
-        maps = [(rank / "maps").read_text() for rank in ranks
-                if b"\0-u\0" in (rank / "cmdline").read_bytes()]
+        ranks = processes(running.token, b"\0-u\0")
+        maps = [Path(f"/proc/{rank}/maps").read_text() for rank in ranks]
         return len(maps) == 2 and all("libtorch" in each for each in maps)
 
     running = Running([*RUN, *LONG], project)

@@ -1,6 +1,6 @@
 """Runs SCRIPT; CLIP takes the place of its MAX_GRAD_NORM, for gradients below and above it.
 
-02 and 03 fork, as an import takes seconds; their main() has THREADS threads. 03 is node RANK.
+02 and 03 fork, as an import takes seconds; main() has TEST_THREADS threads. 03 is node RANK.
 """
 
 import functools
@@ -14,8 +14,8 @@ import torch
 
 
 def call(function, *given):
-    """Call main(), after which 06 ignores signals; or run(), which SIGINT ends if main() dies."""
-    if given:  # a spawned process reads it when it imports torch
+    """Call main() or a spawned run(); check the workers, group and signals that it leaves."""
+    if given:  # as a spawned process does when it imports torch
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     function(*given)
     workers = multiprocessing.active_children()
@@ -34,8 +34,8 @@ script = importlib.import_module(os.environ["SCRIPT"])
 script.MAX_GRAD_NORM = float(os.environ.get("CLIP", script.MAX_GRAD_NORM))
 if hasattr(script, "run"):
     os.environ.pop("OMP_NUM_THREADS", None)
-    torch.set_num_threads(int(os.environ.get("THREADS", 1)))
+    torch.set_num_threads(int(os.environ.get("TEST_THREADS", 1)))
     script.run = functools.partial(call, script.run)
-if hasattr(script, "STOP_SIGNALS"):
-    multiprocessing.Process(target=signal.pause, daemon=True).start()  # as a DataLoader worker
+if hasattr(script, "STOP_SIGNALS"):  # 06 and fsdp.py kill a child, as a DataLoader worker is
+    multiprocessing.Process(target=signal.sigtimedwait, args=([], 150), daemon=True).start()
 call(script.main)
