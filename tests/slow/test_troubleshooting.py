@@ -33,6 +33,7 @@ def see(rank, folder):
         with nullcontext() if find else row(text):
             for _ in range(3):
                 model(torch.ones(1, 2)).sum().backward()
+    del model  # or the end may wait for a thread of the group, which waits for Python's lock
     with row("EADDRINUSE", dist.DistNetworkError), socket.create_server(("0.0.0.0", 0)) as other:
         dist.TCPStore("127.0.0.1", other.getsockname()[1], is_master=True)
     group = dist.new_group(timeout=timedelta(seconds=2))
