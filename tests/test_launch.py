@@ -122,6 +122,7 @@ def test_05_needs_a_process_for_each_stage_and_a_folder(script, ranks, code, err
 TWO = [(FOLDERS[1], ["--nprocs", 2]), (FOLDERS[2], ["-n", 1, "-g", 2]), (FOLDERS[3], []),
        (FOLDERS[5], [])]  # two processes each
 
+
 def check_reports(printed, options, seeds, threads=1):
     """What the small network prints: of each rank, in training and in evaluation."""
     line = r"^(\w+) on cpu in torch\.(\w+), gradients (\w+), seed (\d+), (\d+) threads, compiled "
