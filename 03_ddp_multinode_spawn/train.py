@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # at the top: a later import keeps the process group until the exit
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import LambdaLR
@@ -152,8 +153,6 @@ def warmup_then_decay(step, total_steps):
 
 
 def run(local_rank, args):  # DDP-0: what each spawned process runs
-    import torch._dynamo  # noqa: F401  # or the exit may abort: README, Troubleshooting
-
     # spawn() has Linux send SIGINT when the parent dies; in a job in the background it is ignored
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if not torch.multiprocessing.parent_process().is_alive():  # it died before this process asked

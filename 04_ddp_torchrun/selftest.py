@@ -19,8 +19,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch._dynamo  # or the exit may abort: README, Troubleshooting
 import torch.distributed as dist
+import torch.distributed.nn  # at the top: a later import keeps the process group until the exit
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 

@@ -18,9 +18,9 @@ from pathlib import Path
 LAUNCHER = os.getppid()  # CKPT-5: early, as torchrun may be killed while torch is imported
 
 import torch
-import torch._dynamo  # or the exit may abort: README, Troubleshooting
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.nn  # at the top: a later import keeps the process group until the exit
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # if common/ is not next to this
 from common.data import load_mnist
-from common.gather import gather_in_order
+from common.gather import all_gather, gather_in_order
 
 MAX_GRAD_NORM = 1.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # CKPT-5: torchrun forwards them
@@ -56,6 +56,7 @@ def parse_args():
     add("--shards", type=int, default=world_size, help="ranks that share one copy of the model")
     add("--recompute", action="store_true", help="activation checkpointing: less memory, slower")
     add("--accumulate", type=int, default=1, help="micro-batches per step")  # DDP-7: larger batches
+    add("--workers", type=int, default=0, help="DataLoader workers per process")
     add("--save-every", type=int, default=100, help="steps per checkpoint")  # CKPT-1: when, where
     add("--checkpoint", type=Path, default="checkpoint", help="directory shared by all nodes")
     add("--best", type=Path, default="best.pt", help="path of the weights of the best epoch")
@@ -117,15 +118,17 @@ def train(args):
     device = torch.device(f"cuda:{local_rank}" if args.device == "cuda" else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before init_process_group
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # CKPT-5: CPU tensors, too
+    backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    cpu_group = dist.new_group(backend="gloo")  # CKPT-3: for what is in the host's memory
     torch.manual_seed(args.seed)
 
     # 2. Data
     train_set, test_set = load_mnist(args.data_dir, local_rank == 0)  # DDP-3: one downloads it
     options = {"pin_memory": device.type == "cuda"}
-    options["worker_init_fn"] = ignore_stop_signals  # CKPT-5: your workers get the signals, too
+    options |= {"num_workers": args.workers, "worker_init_fn": ignore_stop_signals,  # CKPT-5: or a
+                "multiprocessing_context": "fork" if args.workers else None}  # signal ends them
     test_sampler = DistributedSampler(test_set, shuffle=False)
     test_loader = DataLoader(test_set, args.batch_size, sampler=test_sampler, **options)
 
@@ -165,9 +168,10 @@ def train(args):
     fingerprint = {"images": len(train_set), "seed": args.seed, "lr": args.lr,  # CKPT-3: must match
                    "parameters": parameters}
     state = State(args.checkpoint, model, optimizer, progress, fingerprint)  # FSDP-4: saves
-    state.load()
+    state.load(cpu_group)
     for number in STOP_SIGNALS:  # CKPT-5: from here on they no longer end the process
         signal.signal(number, lambda signum, _: received.append(signum))
+    vote = stop_votes(cpu_group)
 
     def stopped():  # CKPT-5: log that it was
         if rank == 0:
@@ -177,16 +181,19 @@ def train(args):
     for epoch in range(progress["epoch"], args.epochs + 1):  # CKPT-4: only what is left
         shard = rest_of_epoch(len(train_set), args.seed + epoch, progress["images"])
         train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options)
+        counts = all_gather(torch.tensor([len(train_loader), len(test_loader)], device=device))
+        if (counts != counts[0]).any():  # CKPT-5: or they would wait for votes that nobody casts
+            raise ValueError(f"the ranks have {counts.tolist()} batches to train on and to test on")
         model.train()
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
+        torch.manual_seed(hash((args.seed, epoch, progress["images"], rank)))  # CKPT-4: of workers
         # DDP-4: one bar, of rank 0; None: on a terminal only
-        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)
-        for step, micro_batches in enumerate(in_steps(bar, args.accumulate), 1):  # DDP-7: one step
+        bar = iter(tqdm(train_loader, title, leave=False, disable=rank > 0 or None))  # DDP-7: once
+        while micro_batches := list(itertools.islice(bar, args.accumulate)):  # one step
             images_in_step = sum(len(batch[1]) for batch in micro_batches)  # or batch["labels"]
-            # CKPT-4: a resumed step draws the same dropout; every process has the same hash of ints
-            torch.manual_seed(hash((args.seed, epoch, progress["images"], rank)))
+            torch.manual_seed(hash((args.seed, epoch, progress["images"], rank)))  # CKPT-4: dropout
             for number, batch in enumerate(micro_batches, start=1):
                 images, labels = [part.to(device, non_blocking=True) for part in batch]
                 model.set_requires_gradient_sync(number == len(micro_batches))  # DDP-7: only once
@@ -202,8 +209,8 @@ def train(args):
             progress["images"] = min(progress["images"] + global_batch, len(train_set))
             optimizer.step()
             optimizer.zero_grad()
-            stop = stop_asked()  # CKPT-5: all ranks stop after the same step
-            if stop or step % args.save_every == 0:
+            stop = next(vote)  # CKPT-5: all ranks stop after the same step
+            if stop or progress["images"] // global_batch % args.save_every == 0:
                 state.save()
             if stop:
                 bar.close()
@@ -212,13 +219,10 @@ def train(args):
         loss = f"{total[0] / total[1]:.4f}" if total[1] else "-"  # CKPT-5: it was only evaluated
         seconds = time.perf_counter() - start
         state.save()  # CKPT-1: evaluation may take long
-        accuracy = evaluate(model, test_loader, device)
+        accuracy = evaluate(model, test_loader, device, vote)
         if accuracy is None:  # CKPT-5: stopped in the evaluation
             return stopped()
-        memory = ""
-        if device.type == "cuda":  # FSDP-2: the peak of this epoch
-            memory = f"  {torch.cuda.max_memory_allocated() / 1e9:.2f} GB"
-            torch.cuda.reset_peak_memory_stats()
+        memory = f"  {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if backend == "nccl" else ""
         if rank == 0:  # DDP-4: log on rank 0 only
             print(f"{title}  loss {loss}  accuracy {accuracy:.4f}  "  # CKPT-5: -, if only evaluated
                   f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s{memory}", flush=True)
@@ -233,24 +237,17 @@ def train(args):
 
 
 @torch.no_grad()
-def evaluate(model, test_loader, device):
+def evaluate(model, test_loader, device, vote):
     """Return the fraction of the test set that the network classifies correctly."""
     model.eval()
     correct = []
     for images, labels in test_loader:
-        if stop_asked():  # CKPT-5: all ranks ask as often, as they have as many batches
+        if next(vote):  # CKPT-5: all ranks ask as often, as they have as many batches
             return None
         correct.append(model(images.to(device)).argmax(1) == labels.to(device))
     model.reshard()  # FSDP-2: frees the root's own layers, which only a backward would do
     correct = gather_in_order(torch.cat(correct), len(test_loader.dataset))  # DDP-5: of all ranks
     return correct.sum().item() / len(correct)
-
-
-def in_steps(loader, accumulate):  # DDP-7: the batches of each step
-    """Yield the micro-batches of each step as a list; the last list may be shorter."""
-    iterator = iter(loader)
-    while micro_batches := list(itertools.islice(iterator, accumulate)):
-        yield micro_batches
 
 
 def rest_of_epoch(length, seed, images_done):  # CKPT-4: in place of the sampler
@@ -305,13 +302,14 @@ class State:  # FSDP-4: in shards, in place of one file
             raise ValueError(f"{path} is not on a disk that all nodes share")
         self.newest = path
         if dist.get_rank() == 0:
-            for older in sorted(self.folder.glob("epoch-*/.metadata"))[:-2]:
-                shutil.rmtree(older.parent, ignore_errors=True)
+            kept = {each.parent for each in sorted(self.folder.glob("epoch-*/.metadata"))[-2:]}
+            for older in {each for each in self.folder.glob("epoch-*") if each < path} - kept:
+                shutil.rmtree(older, ignore_errors=True)  # also what is incomplete
 
-    def load(self):
+    def load(self, group):
         """Load the newest complete checkpoint, if there is one, on all ranks."""
         complete = [sorted(self.folder.glob("epoch-*/.metadata"))]  # written after the shards
-        dist.broadcast_object_list(complete)  # as rank 0 sees the disk
+        dist.broadcast_object_list(complete, group=group)  # as rank 0 sees the disk
         if complete[0]:
             self.newest = complete[0][-1].parent
             if dist.get_rank() == 0:
@@ -319,11 +317,15 @@ class State:  # FSDP-4: in shards, in place of one file
             dcp.load({"state": self}, checkpoint_id=self.newest)
 
 
-def stop_asked():  # CKPT-5: a vote
-    """Whether any rank has got a stop signal or lost its launcher; all ranks ask together."""
-    flag = torch.tensor(len(received) + (os.getppid() != LAUNCHER))
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return flag.item() > 0
+def stop_votes(group):  # CKPT-5: a signal reaches the ranks at different moments
+    """Yield whether a rank got one, or lost its launcher, by the call before: so no step waits."""
+    stop = False
+    while True:
+        flag = torch.tensor(len(received) + (os.getppid() != LAUNCHER))
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group, async_op=True)
+        yield stop
+        work.wait()
+        stop = flag.item() > 0
 
 
 def ignore_stop_signals(worker_id=None):  # CKPT-5: a worker, a rank that exits

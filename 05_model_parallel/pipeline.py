@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import torch
-import torch._dynamo  # or the exit may abort: README, Troubleshooting
 import torch.distributed as dist
+import torch.distributed.nn  # at the top: a later import keeps the process group until the exit
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.optim.lr_scheduler import LambdaLR

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 import torch
-import torch._dynamo  # or the exit may abort: README, Troubleshooting
 import torch.distributed as dist
+import torch.distributed.nn  # at the top: a later import keeps the process group until the exit
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh

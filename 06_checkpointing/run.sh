@@ -2,7 +2,7 @@
 # One machine; run the same command again to resume:
 #   bash 06_checkpointing/run.sh --checkpoint run1.pt
 # Elastic, the same command on each of one or two machines with a shared disk:
-#   RDZV_ENDPOINT=10.0.0.1:29400 bash 06_checkpointing/run.sh --checkpoint /shared/run1.pt
+#   RDZV_ID=1 RDZV_ENDPOINT=10.0.0.1:29400 bash 06_checkpointing/run.sh --checkpoint /shared/run1.pt
 set -eu
 script=$(dirname "$0")/train.py
 if command -v nvidia-smi >/dev/null; then NPROC=${NPROC:-gpu}; else NPROC=${NPROC:-2}; fi
@@ -18,4 +18,5 @@ if [ -z "${RDZV_ENDPOINT:-}" ] && [ "${NNODES:-1}" = 1 ]; then
     "$script" "$@"
 fi
 exec torchrun --nnodes="${NNODES:-1:2}" --nproc-per-node="$NPROC" --max-restarts=3 \
-  --rdzv-backend=c10d --rdzv-id=train --rdzv-endpoint="$RDZV_ENDPOINT" "$script" "$@"
+  --rdzv-backend=c10d --rdzv-id="${RDZV_ID:?a name of this run, the same on all machines}" \
+  --rdzv-endpoint="$RDZV_ENDPOINT" "$script" "$@"

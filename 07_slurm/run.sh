@@ -11,12 +11,27 @@
 #SBATCH --requeue
 #SBATCH --signal=TERM@120 # seconds before the time limit: save, requeue
 # module load python; . .venv/bin/activate  # EDIT
-set -eu
+set -eu -o pipefail
+job=$SLURM_JOB_ID
+if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then # sbatch --array=1-3: three runs
+  n=$SLURM_ARRAY_TASK_ID job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+  set -- "$@" --seed "$n" --checkpoint "run$n.pt" --best "best$n.pt" --output "last$n.pt" # EDIT
+fi
 address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds to save; before torch 2.12 it is 30
-trap : TERM # this shell waits while the processes save
+trap '' TERM # this shell and tee wait while the processes save
 
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun \
   --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="${NPROC:-gpu}" --rdzv-backend=c10d \
   --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$address:$((10000 + SLURM_JOB_ID % 20000))" \
-  "${SCRIPT:-07_slurm/train.py}" "$@"
+  "${SCRIPT:-07_slurm/train.py}" "$@" | tee "output-$job.log" && code=0 || code=$?
+
+if grep -q "^stopped at" "output-$job.log"; then # saved before its end
+  state=$(squeue --noheader --job="$job" --format=%T || echo unknown)
+  if [ "$state" = RUNNING ]; then # neither cancelled, nor requeued by Slurm
+    echo "requeueing job $job"
+    scontrol requeue "$job" || state=unknown
+  fi
+  if [ "$state" = unknown ]; then echo "not requeued: submit the same command again"; fi
+fi
+exit "$code"

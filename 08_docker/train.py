@@ -1,12 +1,6 @@
-r"""Train a ConvNet on MNIST with checkpoints: whenever it is stopped, the same command resumes it.
+"""Train a ConvNet on MNIST with checkpoints: whenever it is stopped, the same command resumes it.
 
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or restarted processes find old addresses
-    torchrun --standalone --nproc-per-node=2 --max-restarts=3 06_checkpointing/train.py
-
-On one or two machines with a shared disk (elastic), with the same variable, on each:
-
-    torchrun --nnodes=1:2 --nproc-per-node=2 --max-restarts=3 --rdzv-backend=c10d \
-        --rdzv-endpoint=10.0.0.1:29400 06_checkpointing/train.py --checkpoint /shared/run1.pt
+    torchrun --standalone --nproc-per-node=2 06_checkpointing/train.py
 """
 
 import argparse
@@ -24,8 +18,8 @@ from pathlib import Path
 LAUNCHER = os.getppid()  # CKPT-5: early, as torchrun may be killed while torch is imported
 
 import torch
-import torch._dynamo  # or the exit may abort: README, Troubleshooting
 import torch.distributed as dist
+import torch.distributed.nn  # at the top: a later import keeps the process group until the exit
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
@@ -33,7 +27,7 @@ from tqdm import tqdm
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # if common/ is not next to this
 from common.data import load_mnist
-from common.gather import gather_in_order
+from common.gather import all_gather, gather_in_order
 from common.model import ConvNet
 
 MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
@@ -56,6 +50,7 @@ def parse_args():
     add("--compile", action="store_true", help="compile the model: slower start, faster steps")
     add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # DDP-2: small batches
     add("--accumulate", type=int, default=1, help="micro-batches per step")  # DDP-7: larger batches
+    add("--workers", type=int, default=0, help="DataLoader workers per process")
     add("--save-every", type=int, default=100, help="steps per checkpoint")  # CKPT-1: when, where
     add("--checkpoint", type=Path, default="checkpoint.pt", help="checkpoint path; one per run")
     add("--best", type=Path, default="best.pt", help="path of the weights of the best epoch")
@@ -79,15 +74,17 @@ def train(args):
     device = torch.device(f"cuda:{local_rank}" if args.device == "cuda" else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before init_process_group
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # CKPT-5: CPU tensors, too
+    backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    cpu_group = dist.new_group(backend="gloo")  # CKPT-3: for what is in the host's memory
     torch.manual_seed(args.seed)
 
     # 2. Data
     train_set, test_set = load_mnist(args.data_dir, local_rank == 0)  # DDP-3: one downloads it
     options = {"pin_memory": device.type == "cuda"}
-    options["worker_init_fn"] = ignore_stop_signals  # CKPT-5: your workers get the signals, too
+    options |= {"num_workers": args.workers, "worker_init_fn": ignore_stop_signals,  # CKPT-5: or a
+                "multiprocessing_context": "fork" if args.workers else None}  # signal ends them
     test_sampler = DistributedSampler(test_set, shuffle=False)
     test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
@@ -110,9 +107,10 @@ def train(args):
     progress = {"epoch": 1, "images": 0, "best": -math.inf}  # CKPT-1: add your own numbers
     stateful = {"model": net, "optimizer": optimizer}  # add an EMA, a GradScaler
     fingerprint = {"images": len(train_set), "seed": args.seed, "lr": args.lr}  # CKPT-3: must match
-    load_checkpoint(args.checkpoint, stateful, progress, fingerprint)
+    load_checkpoint(args.checkpoint, stateful, progress, fingerprint, cpu_group)
     for number in STOP_SIGNALS:  # CKPT-5: from here on they no longer end the process
         signal.signal(number, lambda signum, _: received.append(signum))
+    vote = stop_votes(cpu_group)
 
     def save():  # CKPT-1: on rank 0; DDP keeps the weights of the others equal
         if rank == 0:
@@ -128,16 +126,19 @@ def train(args):
     for epoch in range(progress["epoch"], args.epochs + 1):  # CKPT-4: only what is left
         shard = rest_of_epoch(len(train_set), args.seed + epoch, progress["images"])
         train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options)
+        counts = all_gather(torch.tensor([len(train_loader), len(test_loader)], device=device))
+        if (counts != counts[0]).any():  # CKPT-5: or they would wait for votes that nobody casts
+            raise ValueError(f"the ranks have {counts.tolist()} batches to train on and to test on")
         net.train()
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
+        torch.manual_seed(hash((args.seed, epoch, progress["images"], rank)))  # CKPT-4: of workers
         # DDP-4: one bar, of rank 0; None: on a terminal only
-        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)
-        for step, micro_batches in enumerate(in_steps(bar, args.accumulate), 1):  # DDP-7: one step
+        bar = iter(tqdm(train_loader, title, leave=False, disable=rank > 0 or None))  # DDP-7: once
+        while micro_batches := list(itertools.islice(bar, args.accumulate)):  # one step
             images_in_step = sum(len(batch[1]) for batch in micro_batches)  # or batch["labels"]
-            # CKPT-4: a resumed step draws the same dropout; every process has the same hash of ints
-            torch.manual_seed(hash((args.seed, epoch, progress["images"], rank)))
+            torch.manual_seed(hash((args.seed, epoch, progress["images"], rank)))  # CKPT-4: dropout
             for number, batch in enumerate(micro_batches, start=1):
                 images, labels = [part.to(device, non_blocking=True) for part in batch]
                 is_last = number == len(micro_batches)  # DDP-7: average the gradients once per step
@@ -155,8 +156,8 @@ def train(args):
             progress["images"] = min(progress["images"] + global_batch, len(train_set))
             optimizer.step()
             optimizer.zero_grad()
-            stop = stop_asked()  # CKPT-5: all ranks stop after the same step
-            if stop or step % args.save_every == 0:
+            stop = next(vote)  # CKPT-5: all ranks stop after the same step
+            if stop or progress["images"] // global_batch % args.save_every == 0:
                 save()
             if stop:
                 bar.close()
@@ -165,7 +166,7 @@ def train(args):
         loss = f"{total[0] / total[1]:.4f}" if total[1] else "-"  # CKPT-5: it was only evaluated
         seconds = time.perf_counter() - start
         save()  # CKPT-1: evaluation may take long
-        accuracy = evaluate(net, test_loader, device)
+        accuracy = evaluate(net, test_loader, device, vote)
         if accuracy is None:  # CKPT-5: stopped in the evaluation
             return stopped()
         if rank == 0:  # DDP-4: log on rank 0 only
@@ -184,25 +185,18 @@ def train(args):
 
 
 @torch.no_grad()
-def evaluate(net, test_loader, device):
+def evaluate(net, test_loader, device, vote):
     """Return the fraction of the test set that the network classifies correctly."""
     for buffer in net.buffers():  # DDP-5: copy rank 0's BatchNorm statistics to all ranks
         dist.broadcast(buffer, src=0)
     net.eval()
     correct = []
     for images, labels in test_loader:
-        if stop_asked():  # CKPT-5: all ranks ask as often, as they have as many batches
+        if next(vote):  # CKPT-5: all ranks ask as often, as they have as many batches
             return None
         correct.append(net(images.to(device)).argmax(1) == labels.to(device))
     correct = gather_in_order(torch.cat(correct), len(test_loader.dataset))  # DDP-5: of all ranks
     return correct.sum().item() / len(correct)
-
-
-def in_steps(loader, accumulate):  # DDP-7: the batches of each step
-    """Yield the micro-batches of each step as a list; the last list may be shorter."""
-    iterator = iter(loader)
-    while micro_batches := list(itertools.islice(iterator, accumulate)):
-        yield micro_batches
 
 
 def rest_of_epoch(length, seed, images_done):  # CKPT-4: in place of the sampler
@@ -216,42 +210,54 @@ def rest_of_epoch(length, seed, images_done):  # CKPT-4: in place of the sampler
 def save_file(content, path):  # CKPT-2: a kill leaves no half file
     """Write a temporary file and rename it, so that path is a complete file at any moment."""
     path = path.resolve()  # a symlink stays one
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "wb") as file:
+    with open(f"{path}.tmp", "wb") as file:
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
-    torch.load(temporary, "cpu", mmap=True, weights_only=True)  # what it rejects fails now
-    os.replace(temporary, path)
+    torch.load(f"{path}.tmp", "cpu", mmap=True, weights_only=True)  # what it rejects fails now
+    os.replace(f"{path}.tmp", path)
 
 
-def load_checkpoint(path, stateful, progress, fingerprint):  # CKPT-3: rank 0 reads, all load
-    """Load the checkpoint, if there is one.
-
-    Raises ValueError if it is damaged or of another run, UnpicklingError if it could run code.
-    """
-    shared = [None]
+def load_checkpoint(path, stateful, progress, fingerprint, group):  # CKPT-3: rank 0 reads, all load
+    """Load it, if it exists. ValueError: damaged, or of another run; UnpicklingError: has code."""
+    state = shapes = None
     if dist.get_rank() == 0 and path.exists():
         if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip():
             raise ValueError(f"{path} is damaged")  # torch.load ignores the checksums
-        shared = [torch.load(path, map_location="cpu", weights_only=True)]
-    dist.broadcast_object_list(shared)
-    [state] = shared
+        state, shapes = [torch.load(path, where, weights_only=True) for where in ("cpu", "meta")]
+    shared = [shapes]  # the tensors follow one by one: as one object they would be in memory thrice
+    dist.broadcast_object_list(shared, group=group)
+    state = state or shared[0]
     if state and state.get("fingerprint") != fingerprint:
         raise ValueError(f"{path} has {state.get('fingerprint')}, not {fingerprint}: move it away")
     if state:
         progress.update(state["progress"])
         for name, each in stateful.items():
-            each.load_state_dict(state["states"][name])
+            each.load_state_dict(from_rank_0(state["states"].pop(name), group))
         if dist.get_rank() == 0:
             print(f"resuming from {path} at {progress}", flush=True)
 
 
-def stop_asked():  # CKPT-5: a vote
-    """Whether any rank has got a stop signal or lost its launcher; all ranks ask together."""
-    flag = torch.tensor(len(received) + (os.getppid() != LAUNCHER))
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return flag.item() > 0
+def from_rank_0(part, group):
+    """Broadcast the tensors in dictionaries and lists, which other ranks have as meta tensors."""
+    if isinstance(part, torch.Tensor):
+        part = torch.empty_like(part, device="cpu") if part.is_meta else part
+        dist.broadcast(part, src=0, group=group)
+    elif isinstance(part, dict | list):
+        for name in part if isinstance(part, dict) else range(len(part)):
+            part[name] = from_rank_0(part[name], group)
+    return part
+
+
+def stop_votes(group):  # CKPT-5: a signal reaches the ranks at different moments
+    """Yield whether a rank got one, or lost its launcher, by the call before: so no step waits."""
+    stop = False
+    while True:
+        flag = torch.tensor(len(received) + (os.getppid() != LAUNCHER))
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group, async_op=True)
+        yield stop
+        work.wait()
+        stop = flag.item() > 0
 
 
 def ignore_stop_signals(worker_id=None):  # CKPT-5: a worker, a rank that exits

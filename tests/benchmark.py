@@ -18,8 +18,8 @@ from itertools import accumulate, zip_longest
 from pathlib import Path
 
 import torch
-import torch._dynamo  # if DDP imports it later, it keeps the process group alive
 import torch.distributed as dist
+import torch.distributed.nn  # at the top: a later import keeps the process group until the exit
 from helpers import ROOT, module, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

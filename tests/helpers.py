@@ -35,7 +35,7 @@ GLOO = re.compile(r"^(?:\[Gloo\] Rank |is connected to |peer ranks\. |\d| |Expec
                   r"connected peer ranks is : )*\n", re.M)  # torch 2.8 prints it, in pieces
 # What launchers and launch files read: a test sets them itself or leaves them out
 SETTINGS = re.compile("""(?x)SLURM_.*|TORCH_.*|N(PROC|NODES|ODE_RANK)|MASTER_.*|OMP_NUM_THREADS|
-    (LOCAL_)?(RANK|WORLD_SIZE)|.*_SOCKET_IFNAME|RDZV_ENDPOINT|SCRIPT|OPTIONS|USER_ID|GROUP_ID|
+    (LOCAL_)?(RANK|WORLD_SIZE)|.*_SOCKET_IFNAME|RDZV_.*|SCRIPT|OPTIONS|USER_ID|GROUP_ID|
     PYTHONUNBUFFERED""")  # with it two processes print a line in pieces
 
 

@@ -27,9 +27,9 @@ MASTER = "--master-addr=10.0.0.1 --master-port=29500"
      f"torchrun --nnodes=2 --node-rank=1 --nproc-per-node=2 {MASTER} {{}}/train.py"),
     ("05_model_parallel", {"SCRIPT": "fsdp.py"}, "6", f"{STANDALONE}2 {{}}/fsdp.py"),
     ("06_checkpointing", GPUS, "", f"{STANDALONE}gpu --max-restarts=3 {{}}/train.py"),
-    ("06_checkpointing", {"RDZV_ENDPOINT": "h:29400"}, "6",
+    ("06_checkpointing", {"RDZV_ENDPOINT": "h:29400", "RDZV_ID": "a run"}, "6",
      "torchrun --nnodes=1:2 --nproc-per-node=2 --max-restarts=3 --rdzv-backend=c10d "
-     "--rdzv-id=train --rdzv-endpoint=h:29400 {}/train.py"),
+     "--rdzv-id=a run --rdzv-endpoint=h:29400 {}/train.py"),
 ])
 def test_run_sh_starts(folder, settings, threads, launch, tmp_path):
     """With 12 cores, in another folder; threads per process are rounded up."""
@@ -62,6 +62,46 @@ def test_docker_runs(gpus, settings, options, launch, tmp_path):
     engine = f"run --rm --init --stop-timeout=120 --shm-size=1g {options}--env OMP_NUM_THREADS "
     engine += f"{network if settings else ''}--user 7:7 --volume {tmp_path}:/work mnist-ddp"
     assert start == f"{engine} torchrun {launch} /app/train.py --amp"
+
+
+def test_06_needs_a_name_for_a_run_of_several_machines(tmp_path):
+    """A second run at the same endpoint would join one of the same name."""
+    path = tools(tmp_path / "fake", bare=True, torchrun="echo started", getconf="echo 1")
+    script = ROOT / "06_checkpointing/run.sh"
+    result = run(["bash", script], tmp_path, PATH=path, RDZV_ENDPOINT="h:29400")
+    assert result.code and not result.output, result
+    assert "RDZV_ID: a name of this run, the same on all machines" in result.errors
+
+
+SLURM = {"SLURM_JOB_ID": 9, "SLURM_JOB_NUM_NODES": 2, "SLURM_CPUS_PER_TASK": 4,
+         "SLURM_JOB_NODELIST": "h[1-2]"}
+ELEMENT = {"SLURM_ARRAY_JOB_ID": 7, "SLURM_ARRAY_TASK_ID": 2}
+FILES = "--seed 2 --checkpoint run2.pt --best best2.pt --output last2.pt"
+GIVE_UP = "not requeued: submit the same command again\n"
+
+
+@pytest.mark.parametrize(("settings", "printed", "state", "requeue", "log"), [
+    (SLURM, "stopped at 1", "echo RUNNING", "", "requeueing job 9\nasked requeue 9\n"),
+    (SLURM | ELEMENT, "stopped at 1", "echo RUNNING", "",
+     "requeueing job 7_2\nasked requeue 7_2\n"),
+    (SLURM, "epoch 1", "echo RUNNING", "", ""),  # it has ended by itself
+    (SLURM, "stopped at 1", "echo COMPLETING", "", ""),  # cancelled, or requeued by Slurm
+    (SLURM, "stopped at 1", "exit 1", "", GIVE_UP),  # no answer
+    (SLURM, "stopped at 1", "echo RUNNING", "exit 1",  # sbatch --no-requeue
+     f"requeueing job 9\nasked requeue 9\n{GIVE_UP}"),
+], ids=["requeued", "element", "ended", "cancelled", "no answer", "rejected"])
+def test_07_requeues_what_was_stopped(settings, printed, state, requeue, log, tmp_path):
+    """Any script that prints it; the exit code is srun's. slow/test_slurm.py has a real Slurm."""
+    fake = {"srun": f'echo "$*"; echo "{printed}"; exit 3', "squeue": state}
+    fake["scontrol"] = f'case $1 in show) echo h1; echo h2 ;; *) echo "asked $*"; {requeue} ;; esac'
+    result = run(["bash", ROOT / "07_slurm/run.sh", "--epochs", 5], tmp_path,
+                 PATH=tools(tmp_path / "fake", **fake), **settings)
+    launch, rest = result.output.split("\n", 1)
+    assert launch == (
+        "--kill-on-bad-exit=1 --cpus-per-task=4 torchrun --nnodes=2 --nproc-per-node=gpu "
+        "--rdzv-backend=c10d --rdzv-id=9 --rdzv-endpoint=h1:10009 07_slurm/train.py --epochs 5"
+        f"{f' {FILES}' if 'SLURM_ARRAY_JOB_ID' in settings else ''}")
+    assert rest == f"{printed}\n{log}" and result.code == 3, result
 
 
 # Options that would cost a run are errors at its start
@@ -161,13 +201,12 @@ def test_sync_bn_converts_the_network(folder, more, tmp_path):
 
 # Devices and backends: what a process asks for, where no GPU is
 
-BOTH = "cpu:gloo,cuda:nccl"
 ASKS = {  # the second process of the second machine asks for this GPU and this backend
     "02_ddp_spawn/train.py": (1, "nccl"), "03_ddp_multinode_spawn/train.py": (1, "nccl"),
     "04_ddp_torchrun/train.py": (1, "nccl"), "05_model_parallel/train.py": (2, "nccl"),
-    "05_model_parallel/pipeline.py": (1, "nccl"), "05_model_parallel/fsdp.py": (1, BOTH),
+    "05_model_parallel/pipeline.py": (1, "nccl"), "05_model_parallel/fsdp.py": (1, "nccl"),
     "05_model_parallel/tensor_parallel.py": (1, "nccl"),
-    "06_checkpointing/train.py": (1, BOTH), "07_slurm/train.py": (1, BOTH),
+    "06_checkpointing/train.py": (1, "nccl"), "07_slurm/train.py": (1, "nccl"),
 }
 
 

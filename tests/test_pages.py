@@ -97,12 +97,12 @@ def test_a_mark_means_the_same_in_every_script():
 
 
 def test_each_script_is_one_file_without_private_names():
-    """No name of torch that begins with an underscore, but the import that the exit needs."""
+    """No name of torch that begins with an underscore."""
     for path in SCRIPTS:
         text = path.read_text()
         imported = re.findall(r"^\s*(?:import|from) +(\w*)", text, re.M)
         assert imported and not {"", *(other.stem for other in SCRIPTS)} & set(imported)
-        assert set(re.findall(r"\._[a-z]\w*", text)) <= {"._exit", "._dynamo"}, path
+        assert set(re.findall(r"\._[a-z]\w*", text)) <= {"._exit"}, path
     assert sum(len(file.read_text().splitlines()) for file in ROOT.glob("common/*.py")) < 180
 
 

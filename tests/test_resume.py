@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import (SEED, copy_project, distance, equal, exit_codes, free_port, load, module,
-    run_rank, run_ranks, start, tools, without_batch_norm)
+    run_rank, run_ranks, start, without_batch_norm)
 
 CHECKPOINTING, FSDP = "06_checkpointing/train.py", "05_model_parallel/fsdp.py"
 IMAGES, TESTS = 181, 47  # of tests/small/data.py
@@ -47,14 +47,17 @@ def stopped_at(result):
     ("train.py", ["--batch-size", 16]), ("fsdp.py", ["--batch-size", 16, "--depth", 1]),
 ], ids=["06", "fsdp"])
 def test_stopped_and_resumed_bit_for_bit(script, options, train, tmp_path):
-    """In the second epoch, then in its evaluation, which alone is left; then nothing is left."""
+    """In the second epoch, then in its evaluation, which alone is left; then nothing is left.
+
+    A signal is counted in the step after the one in which it came, or at the evaluation's start.
+    """
     options += ["--epochs", 2, "--save-every", 3]
     (whole := tmp_path / "whole").mkdir()
     undisturbed = train(script, 2, *options, cwd=whole)
     in_epoch = math.ceil(IMAGES / 2) + math.ceil(TESTS / 2)  # images that a rank reads
     stopped = train(script, 2, *options, stop=in_epoch + 20)
-    assert stopped_at(stopped).items() >= {"epoch": 2, "images": 64}.items()
-    in_evaluation = train(script, 2, *options, stop=math.ceil((IMAGES - 64) / 2) + 1)
+    assert stopped_at(stopped).items() >= {"epoch": 2, "images": 96}.items()
+    in_evaluation = train(script, 2, *options, stop=math.ceil((IMAGES - 96) / 2))
     assert "resuming from " in in_evaluation.output
     assert stopped_at(in_evaluation).items() >= {"epoch": 2, "images": IMAGES}.items()
     rest = train(script, 2, *options)
@@ -74,7 +77,8 @@ def test_stopped_and_resumed_bit_for_bit(script, options, train, tmp_path):
 def test_resumes_on_any_number_of_processes(path, options, more, rounding, tmp_path):
     """With the accuracies and weights of one process that is never stopped.
 
-    fsdp.py resumes from its newest complete checkpoint, of the two that it keeps.
+    fsdp.py resumes from its newest complete checkpoint, of the two that it keeps; older ones are
+    removed, also incomplete ones.
     """
     project = without_batch_norm(copy_project(tmp_path / "a project", path, small="data"))
     options = ["--seed", SEED, "--epochs", 2, "--save-every", 1, *options]
@@ -90,8 +94,9 @@ def test_resumes_on_any_number_of_processes(path, options, more, rounding, tmp_p
     newest = tmp_path / "stopped/checkpoint.pt"
     if path == FSDP:
         kept = sorted((tmp_path / "stopped/checkpoint").iterdir())
-        assert [each.name[8:14] + each.name[-4:] for each in kept] == ["0000010072", "0000010108"]
+        assert [each.name[8:14] + each.name[-4:] for each in kept] == ["0000010108", "0000010144"]
         (kept[1] / ".metadata").rename(tmp_path / "incomplete")
+        shutil.copytree(kept[1], kept[1].with_name("epoch-00000001-image-000000000001"))
         newest = kept[0]
     assert "existing checkpoint" not in whole.errors, whole  # no checkpoint is saved twice
     for ranks, others in more.items():
@@ -103,6 +108,70 @@ def test_resumes_on_any_number_of_processes(path, options, more, rounding, tmp_p
             line["accuracy"] for line in whole.epochs()]
         assert resumed.epochs()[1]["loss"] == whole.epochs()[1]["loss"]
         assert distance(tmp_path / f"on {ranks}/mnist.pt", tmp_path / "whole/mnist.pt") < rounding
+        assert path != FSDP or len([*(tmp_path / f"on {ranks}/checkpoint").iterdir()]) == 2
+
+
+SAME_BUCKETS = """
+import functools, train
+train.DDP = functools.partial(train.DDP, find_unused_parameters=True)
+train.main()
+"""
+
+
+def test_06_on_three_processes_resumes_bit_for_bit_with_the_buckets_of_the_first_step(
+        project, train, tmp_path):
+    """Which DDP changes after the first step of each start, unless it looks for unused ones."""
+    (project / "same_buckets.py").write_text(SAME_BUCKETS)
+    (whole := tmp_path / "whole").mkdir()
+    train("same_buckets.py", 3, "--batch-size", 16, cwd=whole)
+    train("same_buckets.py", 3, "--batch-size", 16, stop=20)
+    rest = train("same_buckets.py", 3, "--batch-size", 16)
+    assert "resuming from " in rest.output and equal(tmp_path / "mnist.pt", whole / "mnist.pt")
+
+
+UNEQUAL = """
+import importlib, os, sys
+script, rank = importlib.import_module(os.environ["SCRIPT"]), int(os.environ["RANK"])
+if os.environ["PART"] == "train":
+    script.rest_of_epoch = lambda *given: range(16 + rank)
+else:
+    script.DistributedSampler = lambda *given, shuffle: [0] * (250 + rank)
+script.main()
+"""
+
+
+@pytest.mark.parametrize("script", ["train", "fsdp"], ids=["06", "fsdp"])
+def test_unequal_numbers_of_batches_are_an_error_of_all_ranks(script, project, train, tmp_path):
+    """With a sampler of one's own, for the training or for the test: they would hang."""
+    (project / "unequal.py").write_text(UNEQUAL)
+    for part, size in (("train", 16), ("test", 250)):
+        result = train("unequal.py", 2, "--batch-size", size, code=1, SCRIPT=script, PART=part)
+        one, other = re.findall(r"ValueError: the ranks have (.*) batches to", result.errors)
+        of_train, of_test = zip(*eval(one), strict=True)
+        assert one == other and len({*of_train}) - len({*of_test}) == (1 if part == "train" else -1)
+
+
+NOISE = """
+import importlib, os, torch
+from common import data
+script, read = importlib.import_module(os.environ["SCRIPT"]), data.Images.__getitem__
+data.Images.__getitem__ = lambda self, index: [
+    print("drew", torch.rand(()).item(), flush=True), read(self, index)][1]
+script.main()
+"""
+
+
+@pytest.mark.parametrize("script", ["train", "fsdp"], ids=["06", "fsdp"])
+def test_workers_of_all_ranks_and_starts_draw_other_random_numbers(
+        script, project, train, tmp_path):
+    """A resumed epoch would otherwise have the augmentation of the first one again."""
+    (project / "noise.py").write_text(NOISE)
+    drawn = []
+    for epochs in (1, 2):
+        result = train("noise.py", 2, "--batch-size", 16, "--epochs", epochs, "--workers", 2,
+                       SCRIPT=script)
+        drawn += re.findall("^drew (.*)", result.output, re.M)
+    assert len(drawn) == len({*drawn}) == 2 * (182 + 48)
 
 
 @pytest.mark.parametrize("script", ["train", "fsdp"], ids=["06", "fsdp"])
@@ -218,37 +287,18 @@ def test_06_what_cannot_be_loaded_is_not_saved(project, tmp_path):
     assert load(tmp_path / "file.pt") == {"lr": 1}
 
 
-# 07 with a stand-in for scontrol; slow/test_slurm.py has a real Slurm
-
-SCONTROL = """
-case "$*" in
-  "show job --oneliner 7") kill -TERM $$; cat record ;;  # signals reach all processes of a job
-  *) sleep 1; if [ -e ended ]; then echo too late; else echo "$*"; fi >> calls ;;
-esac
-"""
-RECORD = "JobId=7 JobState={} Requeue={} Restarts=0 BatchFlag={} Reboot=0\n"
-
-
-@pytest.mark.parametrize(("record", "calls"), [
-    (("RUNNING", 1, 1), "requeue 7\n"),
-    (("RUNNING", 0, 1), ""),  # sbatch --no-requeue
-    (("RUNNING", 1, 0), ""),  # salloc
-    (("COMPLETING", 1, 1), ""),  # Slurm ends it, and may requeue it itself
-], ids=["requeued", "not wanted", "no batch job", "ends"])
-def test_07_a_stopped_job_is_requeued_once_it_has_saved(record, calls, tmp_path):
-    """Before any of its processes ends: two tasks of `srun python`, of which one gets a signal."""
+def test_07_takes_its_ranks_from_srun(tmp_path):
+    """Two tasks of `srun python`, of which one gets a signal; the same command resumes."""
     project = copy_project(tmp_path / "a project", "07_slurm/train.py", small=("data", "model"))
-    (project / "record").write_text(RECORD.format(*record))
-    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": 2, "MASTER_ADDR": "127.0.0.1"}
-    job |= {"MASTER_PORT": free_port(), "READ": "1 40 15"}
-    job["PATH"] = tools(tmp_path / "tools", scontrol=SCONTROL)
     files = [tmp_path / "output", tmp_path / "errors"]
-    given = [(project / "train.py", ["--batch-size", 16], project,
-              job | {"SLURM_PROCID": n, "SLURM_LOCALID": n}, files) for n in (0, 1)]
-    codes = exit_codes(start(run_rank, given))
-    output, errors = [file.read_text() for file in files]
-    done = project / "calls"
-    assert (done.read_text() if done.exists() else "") == calls, output + errors
-    assert codes == [0, 0], errors
-    again = run_ranks("train.py", 2, "--batch-size", 16, cwd=project)
-    assert again.output.startswith("resuming from checkpoint.pt at {'epoch': 1, 'images': 96")
+    for resumed in (False, True):
+        job = {"SLURM_NTASKS": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        job |= {} if resumed else {"READ": "1 40 15"}
+        given = [(project / "train.py", ["--batch-size", 16], project,
+                  job | {"SLURM_PROCID": n, "SLURM_LOCALID": n}, files) for n in (0, 1)]
+        assert exit_codes(start(run_rank, given)) == [0, 0], files[1].read_text()
+    stopped, resumed, epoch = [line for line in files[0].read_text().splitlines()
+                               if not re.match(r"training|evaluation|\S*(?:\[Gloo|peer)|\d", line)]
+    assert stopped.startswith("stopped at {'epoch': 1, 'images': 128, ")
+    assert resumed.startswith("resuming from checkpoint.pt at {'epoch': 1, 'images': 128, ")
+    assert epoch.startswith("epoch 1/1 ")

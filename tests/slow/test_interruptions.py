@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import (TORCHRUN, Running, apply, copy_project, equal, exit_codes, free_port,
+from helpers import (TORCHRUN, Running, copy_project, equal, exit_codes, free_port,
     order_of, processes, run_ranks, start_ranks, wait_for, wait_until)
 
 RUN = ["bash", "run.sh"]
@@ -68,7 +68,8 @@ def test_killed_ranks_are_restarted(project):
 def test_training_continues_without_a_lost_node(project):
     """On one of one to two nodes, as run.sh has them."""
     command = [*RUN, "--epochs", 10**6]
-    settings = {"NPROC": 1, "OMP_NUM_THREADS": 1, "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}"}
+    settings = {"NPROC": 1, "OMP_NUM_THREADS": 1, "RDZV_ID": "a"}
+    settings["RDZV_ENDPOINT"] = f"127.0.0.1:{free_port()}"
     nodes = [Running(command, project, **settings)]
     wait_for("epoch 1/", nodes[0])
     nodes.append(Running(command, project, **settings))
@@ -122,16 +123,54 @@ def finish_with_workers(start, interrupt=lambda running: None):
                 raise
 
 
-def test_signals_to_all_processes(project):
-    """As a scheduler may send them: to torchrun, the ranks and the workers."""
-    apply(project / "train.py", "add_workers.patch")
+AUGMENTED = """
+import importlib, multiprocessing, os, torch
+from common.data import Images
+multiprocessing.set_start_method(os.environ["METHOD"], force=True)
+script, read = importlib.import_module(os.environ["SCRIPT"]), Images.__getitem__
+rest_of_epoch, Images.seed = script.rest_of_epoch, 0
+
+def with_noise(self, index):
+    torch.manual_seed(hash((self.seed, index)))
+    image, label = read(self, index)
+    return image + torch.randn_like(image), label
+
+def remember(length, seed, done):
+    Images.seed = seed  # of this epoch
+    return rest_of_epoch(length, seed, done)
+
+Images.__getitem__, script.rest_of_epoch = with_noise, remember
+if __name__ == "__main__":
+    script.main()
+"""
+
+
+@pytest.mark.parametrize(("script", "method"), [
+    ("train", "fork"), ("train", "forkserver"), ("fsdp", "forkserver")])
+def test_signals_to_all_processes(script, method, tmp_path):
+    """As a scheduler may send them: to torchrun, the ranks and the workers.
+
+    Also where Python starts other processes by a server, as from 3.14 on. With random augmentation
+    in the workers the run resumes as if nothing had happened.
+    """
+    folder = {"train": "06_checkpointing", "fsdp": "05_model_parallel"}[script]
+    project = copy_project(tmp_path / "a project", folder, small=("data", "model"))
+    (project / "augmented.py").write_text(AUGMENTED)
+    options, given = ["--epochs", 20, *LONG[2:]], {"SCRIPT": script, "METHOD": method}
+    launch = [*TORCHRUN, "--nproc-per-node=2", "augmented.py", *options, "--workers", 2]
+    run_ranks("augmented.py", 2, *options, *WHOLE, cwd=project, **given)
+    (project / "slow").write_text("0.003")
+
+    def saved():
+        return [*project.glob("checkpoint.pt"), *project.glob("checkpoint/*/.metadata")]
 
     def start():
         (project / "checkpoint.pt").unlink(missing_ok=True)
-        return Running([*RUN, *LONG, "--workers", 2], project)
+        shutil.rmtree(project / "checkpoint", ignore_errors=True)
+        return Running(launch, project, **given)
 
     def send_signals(running):
-        wait_until((project / "checkpoint.pt").exists, running, limit=100)
+        wait_until(saved, running, limit=100)
         everything = processes(running.token)
         assert len(everything) >= 7, everything  # torchrun, two ranks, two workers each
         for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
@@ -143,7 +182,9 @@ def test_signals_to_all_processes(project):
     assert result.code == 1, result  # torchrun's after a signal
     assert result.output.splitlines()[-1].startswith("stopped at "), result
     assert "DataLoader worker" not in result.errors, result
-    assert train(project, 2, *LONG, "--workers", 0).startswith("resuming from ")
+    (project / "slow").unlink()
+    rest = run_ranks("augmented.py", 2, *options, "--workers", 2, cwd=project, **given)
+    assert "resuming from " in rest.output
     assert equal(project / "mnist.pt", project / "whole.pt")
 
 
@@ -153,7 +194,6 @@ def test_a_worker_cannot_read_an_image_or_is_killed(folder, restarts, tmp_path):
     """Nothing waits for it: 06 (which is 08) and 07 are restarted, fsdp.py ends; all resume."""
     project = copy_project(tmp_path / "a project", folder, small="data")
     script = project / ("fsdp.py" if folder == "05_model_parallel" else "train.py")
-    apply(script, "add_workers.patch")
     command = [script, "--epochs", 2, "--batch-size", 4, "--save-every", 3]
     run_ranks(command[0], 2, *command[1:], "--workers", 0, cwd=tmp_path)
     image = order_of(1, 181, 2, seed=0)[150]  # of step 19 of 23

@@ -1,9 +1,11 @@
 """07 on a real Slurm of two nodes: whatever ends a job early, nothing is lost."""
 
+import copy
 import functools
 import os
 import re
 import shutil
+import signal
 import time
 
 import pytest
@@ -12,6 +14,7 @@ from hosts import ADDRESSES, Daemons
 
 FOLDER, FSDP = ROOT / "07_slurm", "05_model_parallel/fsdp.py"
 OPTIONS = "--epochs 4 --batch-size 4 --save-every 3 --device cpu".split()  # 92 steps
+ARRAY = (1, 2, 3)
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost=h0
@@ -19,6 +22,7 @@ SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5 # a requeued job waits as long, not 120 s
 StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdSpoolDir={folder}/spool-%n
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdParameters=config_overrides
@@ -29,7 +33,7 @@ SchedulerParameters=sched_interval=1,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu
-NodeName=h0,h1 CPUs=48 Gres=gpu:12 RealMemory=6000 State=UNKNOWN
+NodeName=h0,h1 CPUs=64 Gres=gpu:16 RealMemory=6000 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1
 PartitionName=grace Nodes=ALL MaxTime=INFINITE PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=10
@@ -44,8 +48,8 @@ def cluster(hosts, tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder))
-    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-11]\n")
-    for number in range(12):
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-15]\n")
+    for number in range(16):
         (folder / f"gpu{number}").symlink_to("/dev/null")
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
@@ -67,15 +71,24 @@ class Job:
     """A job of two nodes, whose folder is a copy of the project."""
 
     def __init__(self, cluster, project, folder, slow=False, options=OPTIONS, **settings):
-        """Submit it with these settings. A slow one has saved a checkpoint after that."""
+        """Submit it with these settings. A slow one has saved a checkpoint after that.
+
+        Of an array, `elements` has its jobs by their number.
+        """
         self.cluster, self.folder = cluster, folder
         shutil.copytree(project, folder, dirs_exist_ok=True)
         settings = {"NPROC": "1", "OMP_NUM_THREADS": "1", "folder": folder, **settings}
         if slow:
             (folder / "slow").write_text("0.3")
         self.id = cluster.run("sbatch", "07_slurm/run.sh", *options, **settings).split()[-1]
-        if slow:
-            self.wait_for_a_save()
+        self.checkpoint, self.output, self.elements = "checkpoint", "mnist.pt", {}
+        for number in map(int, settings.get("SBATCH_ARRAY_INX", "").split(",") if
+                          "SBATCH_ARRAY_INX" in settings else ()):
+            self.elements[number] = element = copy.copy(self)
+            element.id = f"{self.id}_{number}"
+            element.checkpoint, element.output = f"run{number}", f"last{number}.pt"
+        for job in self.elements.values() or [self] if slow else ():
+            job.wait_for_a_save()
 
     def __repr__(self):
         return f"{self.record()}\n{self.log()}"
@@ -86,7 +99,8 @@ class Job:
         return dict(re.findall(r"(\S+?)=(\S*)", words))
 
     def log(self):
-        return "".join(path.read_text() for path in self.folder.glob(f"*-{self.id}.log"))
+        path = self.folder / f"mnist-{self.record()['JobId']}.log"
+        return path.read_text() if path.exists() else ""
 
     def wait(self, condition):
         end = time.monotonic() + 300
@@ -105,17 +119,17 @@ class Job:
         self.wait(lambda: self.log().count("\nresuming from ") == resumed)
         now = time.time()
         self.wait(lambda: any(path.stat().st_mtime > now for pattern in (".pt", "/*/.metadata")
-                              for path in self.folder.glob(f"checkpoint{pattern}")))
+                              for path in self.folder.glob(f"{self.checkpoint}{pattern}")))
 
     def check_resumes(self, weights, stops=1, log=""):
         """It ends as if nothing had disturbed it, and resumed each time where it was stopped."""
-        (self.folder / "slow").unlink()
+        (self.folder / "slow").unlink(missing_ok=True)
         self.finish()
         log += self.log()
         stopped = re.findall(r"^stopped (at .*); rerun the same command to resume$", log, re.M)
-        resumed = re.findall(r"^resuming from checkpoint\S+ ?(.*)$", log, re.M)
+        resumed = re.findall(rf"^resuming from {self.checkpoint}\S+ ?(.*)$", log, re.M)
         assert len(stopped) == stops and resumed in (stopped, [""]), log  # fsdp.py names its folder
-        assert equal(weights, self.folder / "mnist.pt")
+        assert equal(weights, self.folder / self.output)
 
 
 @pytest.fixture(scope="module")
@@ -134,23 +148,27 @@ def submit(cluster, project, tmp_path):
 
 @pytest.fixture(scope="module")
 def undisturbed(project, tmp_path_factory):
-    """The weights of two ranks that nothing disturbs, without Slurm: train.pt and fsdp.pt."""
+    """The weights of two ranks that nothing disturbs, without Slurm: train.pt and fsdp.pt.
+
+    seed1.pt to seed3.pt are of 07 with other seeds.
+    """
     folder = tmp_path_factory.mktemp("undisturbed")
-    for script in (project / "07_slurm/train.py", project / FSDP):
-        files = ["--output", f"{script.stem}.pt", "--checkpoint", f"of {script.stem}"]
-        run_ranks(script, 2, *OPTIONS, *files, cwd=folder)
+    runs = {"train": (0, "07_slurm/train.py"), "fsdp": (0, FSDP)}
+    for name, (seed, script) in (runs | {f"seed{n}": (n, runs["train"][1]) for n in ARRAY}).items():
+        files = ["--output", f"{name}.pt", "--checkpoint", f"of {name}", "--seed", seed]
+        run_ranks(project / script, 2, *OPTIONS, *files, cwd=folder)
     return folder
 
 
 def test_by_hand_in_an_allocation(cluster, project, tmp_path):
-    """The commands of the script's docstring: four ranks by torchrun, and the same four by srun."""
+    """The page's commands: four ranks by torchrun, and the same four by srun."""
     shutil.copytree(project, tmp_path, dirs_exist_ok=True)
-    docstring = (ROOT / "07_slurm/train.py").read_text().split('"""')[1]
-    allocate = re.search(r"\((salloc .*)\)", docstring)[1].split()
-    commands = "\n".join(re.findall("^    (?!sbatch)(.*)", docstring, re.M))
-    options = f"{' '.join(OPTIONS)} --checkpoint run$((++n)).pt --output $n.pt"
-    commands = "n=0\n" + re.sub("train.py$", f"train.py {options}", commands, flags=re.M)
-    output = cluster.run(*allocate, "bash", "-euc", commands, folder=tmp_path, OMP_NUM_THREADS="1")
+    page = (FOLDER / "README.md").read_text()
+    allocate, commands = re.search(r"\n(salloc .*)\n([^`]*)", page).groups()
+    options = f"{' '.join(OPTIONS)} --output $((++n)).pt"
+    commands = "n=0\n" + re.sub("train.py ", f"train.py {options} ", commands)
+    output = cluster.run(*allocate.split(), "bash", "-euc", commands, folder=tmp_path,
+                         OMP_NUM_THREADS="1")
     assert output.count("epoch 4/4 ") == 2 and equal(tmp_path / "1.pt", tmp_path / "2.pt"), output
 
 
@@ -162,16 +180,51 @@ def test_a_failing_rank_fails_the_job(submit):
 
 
 def test_preempted(cluster, project, undisturbed, tmp_path):
-    """With a grace time rank 0 requeues the job, without one Slurm does; so with fsdp.py."""
-    ways = (("grace", "07_slurm/train.py"), ("main", "07_slurm/train.py"), ("main", FSDP))
+    """With a grace time run.sh requeues the job, without one Slurm does; so with fsdp.py."""
+    ways = [(partition, script) for partition in ("grace", "main")
+            for script in ("07_slurm/train.py", FSDP)]
     jobs = [Job(cluster, project, tmp_path / str(n), True, SBATCH_PARTITION=way[0], SCRIPT=way[1])
             for n, way in enumerate(ways)]
     urgent = "sbatch --wait --partition=urgent --exclusive --nodes=2 --wrap=true"
     cluster.run(*urgent.split(), folder=tmp_path)
-    requeued_by_rank_0 = [f"\nrequeueing job {job.id}\n" in job.log() for job in jobs]
-    assert requeued_by_rank_0 == [True, False, False], jobs
-    for job, weights in zip(jobs, ("train.pt", "train.pt", "fsdp.pt"), strict=True):
+    requeued_by_run_sh = [f"\nrequeueing job {job.id}\n" in job.log() for job in jobs]
+    assert requeued_by_run_sh == [True, True, False, False], jobs
+    for job, weights in zip(jobs, ("train.pt", "fsdp.pt") * 2, strict=True):
         job.check_resumes(undisturbed / weights)
+
+
+@pytest.mark.parametrize(("stopped", "cancelled"), [(1, 3), (3, 2)])
+def test_an_element_of_an_array_is_stopped_and_another_one_cancelled(
+        stopped, cancelled, cluster, submit, undisturbed):
+    """The third element has the array's own id. Each does what it would alone."""
+    jobs = submit(slow=True, SBATCH_ARRAY_INX=",".join(map(str, ARRAY))).elements
+    own_ids = [job.record()["JobId"] for job in jobs.values()]
+    assert own_ids[2] == jobs[3].id.split("_")[0] and len({*own_ids}) == 3
+    cluster.run("scancel", jobs[cancelled].id)
+    cluster.run("scancel", "--signal=TERM", jobs[stopped].id)
+    jobs[cancelled].wait(lambda: jobs[cancelled].record()["JobState"] == "CANCELLED")
+    jobs[stopped].wait_for_a_save(resumed=1)
+    for number in {*ARRAY} - {cancelled}:
+        stops = int(number == stopped)
+        jobs[number].check_resumes(undisturbed / f"seed{number}.pt", stops)
+        assert jobs[number].record()["Restarts"] == str(stops), jobs
+    assert jobs[cancelled].record()["JobState"] == "CANCELLED", jobs
+    assert "\nrequeueing job " not in jobs[cancelled].log(), jobs
+
+
+def test_the_controller_does_not_answer(cluster, submit, undisturbed):
+    """A process gets the signal: the log says what to do, and that resumes the run."""
+    job = submit(slow=True)
+    controller = ["bash", "-c", f"kill -$1 $(cat {cluster.folder}/slurmctld.pid)", "_"]
+    log = job.folder / f"mnist-{job.id}.log"  # as Slurm cannot tell it now
+    cluster.run(*controller, "STOP")
+    try:
+        os.kill(processes(str(job.folder), b"\0-u\0")[0], signal.SIGTERM)
+        wait_until(lambda: "\nnot requeued: submit the same command again\n" in log.read_text())
+    finally:
+        cluster.run(*controller, "CONT")
+    job.finish()
+    submit().check_resumes(undisturbed / "train.pt", log=job.log())
 
 
 def test_out_of_time(cluster, submit, undisturbed):
@@ -184,7 +237,7 @@ def test_out_of_time(cluster, submit, undisturbed):
 
 
 def test_stopped_then_requeued_then_without_a_node_then_cancelled(cluster, submit, undisturbed):
-    """After the stop rank 0 requeues it; the next two Slurm requeues.
+    """After the stop run.sh requeues it; the next two Slurm requeues.
 
     Cancelled, it is not requeued, and the same command resumes it.
     """
