@@ -127,8 +127,8 @@ def train(args):
     # 2. Data
     train_set, test_set = load_mnist(args.data_dir, local_rank == 0)  # DDP-3: one downloads it
     options = {"pin_memory": device.type == "cuda"}
-    options |= {"num_workers": args.workers, "worker_init_fn": ignore_stop_signals,  # CKPT-5: or a
-                "multiprocessing_context": "fork" if args.workers else None}  # signal ends them
+    options |= {"num_workers": args.workers,  # CKPT-5: forked, or a stop ends them
+                "multiprocessing_context": "fork" if args.workers else None}
     test_sampler = DistributedSampler(test_set, shuffle=False)
     test_loader = DataLoader(test_set, args.batch_size, sampler=test_sampler, **options)
 
@@ -171,6 +171,7 @@ def train(args):
     state.load(cpu_group)
     for number in STOP_SIGNALS:  # CKPT-5: from here on they no longer end the process
         signal.signal(number, lambda signum, _: received.append(signum))
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # nor a worker, which inherits this
     vote = stop_votes(cpu_group)
 
     def stopped():  # CKPT-5: log that it was
@@ -237,7 +238,7 @@ def train(args):
 
 
 @torch.no_grad()
-def evaluate(model, test_loader, device, vote):
+def evaluate(model, test_loader, device, vote):  # CKPT-5: can be stopped
     """Return the fraction of the test set that the network classifies correctly."""
     model.eval()
     correct = []
@@ -328,11 +329,6 @@ def stop_votes(group):  # CKPT-5: a signal reaches the ranks at different moment
         stop = flag.item() > 0
 
 
-def ignore_stop_signals(worker_id=None):  # CKPT-5: a worker, a rank that exits
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
 def warmup_then_decay(step, total_steps):
     """The factor of the peak learning rate: rises over 40 % of the steps, then falls to 0."""
     return min((step + 1) / (0.4 * total_steps + 1), (total_steps - step) / (0.6 * total_steps))
@@ -341,11 +337,12 @@ def warmup_then_decay(step, total_steps):
 def main():
     try:  # CKPT-5: leave no worker behind
         train(parse_args())
-    finally:  # CKPT-5: after an error the exit would wait for workers, which ignore SIGTERM
+    finally:  # CKPT-5: after an error the exit would wait for workers, which block SIGTERM
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a worker dies
         for worker in multiprocessing.active_children():
             worker.kill()
-    ignore_stop_signals()  # a second signal must not end the process while it exits
+    for number in STOP_SIGNALS:  # a second signal must not end the process while it exits
+        signal.signal(number, signal.SIG_IGN)
     time.sleep(0.1)  # DTensor keeps Gloo's threads: let them finish, or one may abort the exit
     dist.destroy_process_group()  # DDP-1: only now, when train() has freed the model
 

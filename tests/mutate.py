@@ -26,7 +26,7 @@ SKIPPED = ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
 ON_GPUS = "only a GPU executes it: test_cuda.py"  # does not count
 ACCEPTED = {  # what may survive, and why; all others are to be looked at
     r'set_device|max_memory|reset_peak|DataParallel|# DP-1|one GPU|"cuda"': ON_GPUS,
-    r"destroy_p|sleep|SIG_|STOP_|ignore_stop|parent_process|sys\.exit|\.kill|_child|finally":
+    r"destroy_p|sleep|SIG_|STOP_|parent_process|sys\.exit|\.kill|_child|finally":
         "what ends processes: slow/test_exits.py, slow/test_interruptions.py",
     r"fsync|flush": "a power cut",
     r"bar\.close|reshard|del ": "a terminal, memory",

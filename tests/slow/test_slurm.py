@@ -215,14 +215,13 @@ def test_an_element_of_an_array_is_stopped_and_another_one_cancelled(
 def test_the_controller_does_not_answer(cluster, submit, undisturbed):
     """A process gets the signal: the log says what to do, and that resumes the run."""
     job = submit(slow=True)
-    controller = ["bash", "-c", f"kill -$1 $(cat {cluster.folder}/slurmctld.pid)", "_"]
     log = job.folder / f"mnist-{job.id}.log"  # as Slurm cannot tell it now
-    cluster.run(*controller, "STOP")
+    cluster.run("bash", "-c", f"kill -STOP $(cat {cluster.folder}/slurmctld.pid)")
     try:
         os.kill(processes(str(job.folder), b"\0-u\0")[0], signal.SIGTERM)
         wait_until(lambda: "\nnot requeued: submit the same command again\n" in log.read_text())
     finally:
-        cluster.run(*controller, "CONT")
+        cluster.started[1].send_signal(signal.SIGCONT)  # nsenter stops with it, and continues it
     job.finish()
     submit().check_resumes(undisturbed / "train.pt", log=job.log())
 
