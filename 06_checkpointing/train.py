@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import zipfile
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 LAUNCHER = os.getppid()  # CKPT-5: early, as torchrun may be killed while torch is imported
@@ -110,6 +111,7 @@ def train(args):
     load_checkpoint(args.checkpoint, stateful, progress, fingerprint, cpu_group)
     for number in STOP_SIGNALS:  # CKPT-5: from here on they no longer end the process
         signal.signal(number, lambda signum, _: received.append(signum))
+    resource_tracker.ensure_running()  # up to Python 3.13, its start would unblock them again
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # nor a worker, which inherits this
     vote = stop_votes(cpu_group)
 
