@@ -172,7 +172,8 @@ def train(args):
     state.load(cpu_group)
     for number in STOP_SIGNALS:  # CKPT-5: from here on they no longer end the process
         signal.signal(number, lambda signum, _: received.append(signum))
-    resource_tracker.ensure_running()  # up to Python 3.13, its start would unblock them again
+    if args.workers:
+        resource_tracker.ensure_running()  # up to Python 3.13, its start would unblock them again
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # nor a worker, which inherits this
     vote = stop_votes(cpu_group)
 

@@ -156,7 +156,7 @@ def test_signals_to_all_processes(script, method, tmp_path):
     folder = {"train": "06_checkpointing", "fsdp": "05_model_parallel"}[script]
     project = copy_project(tmp_path / "a project", folder, small=("data", "model"))
     (project / "augmented.py").write_text(AUGMENTED)
-    options, given = ["--epochs", 20, *LONG[2:]], {"SCRIPT": script, "METHOD": method}
+    options, given = ["--epochs", 6, *LONG[2:]], {"SCRIPT": script, "METHOD": method}
     launch = [*TORCHRUN, "--nproc-per-node=2", "augmented.py", *options, "--workers", 2]
     run_ranks("augmented.py", 2, *options, *WHOLE, cwd=project, **given)
     (project / "slow").write_text("0.003")
