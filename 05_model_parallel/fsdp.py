@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import time
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 LAUNCHER = os.getppid()  # CKPT-5: early, as torchrun may be killed while torch is imported
@@ -122,13 +121,13 @@ def train(args):
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    cpu_group = dist.new_group(backend="gloo")  # CKPT-3: for what is in the host's memory
+    cpu_group = dist.new_group(backend="gloo")  # CKPT-3: for CPU tensors; NCCL takes those of GPUs
     torch.manual_seed(args.seed)
 
     # 2. Data
     train_set, test_set = load_mnist(args.data_dir, local_rank == 0)  # DDP-3: one downloads it
     options = {"pin_memory": device.type == "cuda"}
-    options |= {"num_workers": args.workers,  # CKPT-5: forked, or a stop ends them
+    options |= {"num_workers": args.workers,  # CKPT-5: forked, they inherit a block of signals
                 "multiprocessing_context": "fork" if args.workers else None}
     test_sampler = DistributedSampler(test_set, shuffle=False)
     test_loader = DataLoader(test_set, args.batch_size, sampler=test_sampler, **options)
@@ -172,9 +171,7 @@ def train(args):
     state.load(cpu_group)
     for number in STOP_SIGNALS:  # CKPT-5: from here on they no longer end the process
         signal.signal(number, lambda signum, _: received.append(signum))
-    if args.workers:
-        resource_tracker.ensure_running()  # up to Python 3.13, its start would unblock them again
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # nor a worker, which inherits this
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a worker inherits the block
     vote = stop_votes(cpu_group)
 
     def stopped():  # CKPT-5: log that it was
@@ -192,7 +189,7 @@ def train(args):
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
-        torch.manual_seed(hash((args.seed, epoch, progress["images"], rank)))  # CKPT-4: of workers
+        torch.manual_seed(hash((args.seed, epoch, progress["images"], rank)))  # CKPT-4: for workers
         # DDP-4: one bar, of rank 0; None: on a terminal only
         bar = iter(tqdm(train_loader, title, leave=False, disable=rank > 0 or None))  # DDP-7: once
         while micro_batches := list(itertools.islice(bar, args.accumulate)):  # one step
@@ -322,7 +319,7 @@ class State:  # FSDP-4: in shards, in place of one file
 
 
 def stop_votes(group):  # CKPT-5: a signal reaches the ranks at different moments
-    """Yield whether a rank got one, or lost its launcher, by the call before: so no step waits."""
+    """Yield the result of the vote before: whether a rank got one, or lost its launcher."""
     stop = False
     while True:
         flag = torch.tensor(len(received) + (os.getppid() != LAUNCHER))

@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 import zipfile
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 LAUNCHER = os.getppid()  # CKPT-5: early, as torchrun may be killed while torch is imported
@@ -78,13 +77,13 @@ def train(args):
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    cpu_group = dist.new_group(backend="gloo")  # CKPT-3: for what is in the host's memory
+    cpu_group = dist.new_group(backend="gloo")  # CKPT-3: for CPU tensors; NCCL takes those of GPUs
     torch.manual_seed(args.seed)
 
     # 2. Data
     train_set, test_set = load_mnist(args.data_dir, local_rank == 0)  # DDP-3: one downloads it
     options = {"pin_memory": device.type == "cuda"}
-    options |= {"num_workers": args.workers,  # CKPT-5: forked, or a stop ends them
+    options |= {"num_workers": args.workers,  # CKPT-5: forked, they inherit a block of signals
                 "multiprocessing_context": "fork" if args.workers else None}
     test_sampler = DistributedSampler(test_set, shuffle=False)
     test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
@@ -111,9 +110,7 @@ def train(args):
     load_checkpoint(args.checkpoint, stateful, progress, fingerprint, cpu_group)
     for number in STOP_SIGNALS:  # CKPT-5: from here on they no longer end the process
         signal.signal(number, lambda signum, _: received.append(signum))
-    if args.workers:
-        resource_tracker.ensure_running()  # up to Python 3.13, its start would unblock them again
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # nor a worker, which inherits this
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a worker inherits the block
     vote = stop_votes(cpu_group)
 
     def save():  # CKPT-1: on rank 0; DDP keeps the weights of the others equal
@@ -137,7 +134,7 @@ def train(args):
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
-        torch.manual_seed(hash((args.seed, epoch, progress["images"], rank)))  # CKPT-4: of workers
+        torch.manual_seed(hash((args.seed, epoch, progress["images"], rank)))  # CKPT-4: for workers
         # DDP-4: one bar, of rank 0; None: on a terminal only
         bar = iter(tqdm(train_loader, title, leave=False, disable=rank > 0 or None))  # DDP-7: once
         while micro_batches := list(itertools.islice(bar, args.accumulate)):  # one step
@@ -229,7 +226,7 @@ def load_checkpoint(path, stateful, progress, fingerprint, group):  # CKPT-3: ra
         if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip():
             raise ValueError(f"{path} is damaged")  # torch.load ignores the checksums
         state, shapes = [torch.load(path, where, weights_only=True) for where in ("cpu", "meta")]
-    shared = [shapes]  # the tensors follow one by one: as one object they would be in memory thrice
+    shared = [shapes]  # the tensors follow one by one, to be in memory once, not three times
     dist.broadcast_object_list(shared, group=group)
     state = state or shared[0]
     if state and state.get("fingerprint") != fingerprint:
@@ -245,16 +242,17 @@ def load_checkpoint(path, stateful, progress, fingerprint, group):  # CKPT-3: ra
 def from_rank_0(part, group):
     """Broadcast the tensors in dictionaries and lists, which other ranks have as meta tensors."""
     if isinstance(part, torch.Tensor):
-        part = torch.empty_like(part, device="cpu") if part.is_meta else part
-        dist.broadcast(part, src=0, group=group)
-    elif isinstance(part, dict | list):
+        same = torch.empty(part.shape, dtype=part.dtype) if part.is_meta else part.contiguous()
+        dist.broadcast(same.view(-1).view(torch.uint8), src=0, group=group)  # Gloo: not any dtype
+        return torch.empty_like(part, device="cpu").copy_(same)  # strides as before
+    if isinstance(part, dict | list):
         for name in part if isinstance(part, dict) else range(len(part)):
             part[name] = from_rank_0(part[name], group)
     return part
 
 
 def stop_votes(group):  # CKPT-5: a signal reaches the ranks at different moments
-    """Yield whether a rank got one, or lost its launcher, by the call before: so no step waits."""
+    """Yield the result of the vote before: whether a rank got one, or lost its launcher."""
     stop = False
     while True:
         flag = torch.tensor(len(received) + (os.getppid() != LAUNCHER))

@@ -17,7 +17,7 @@ if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then # sbatch --array=1-3: three runs
   n=$SLURM_ARRAY_TASK_ID job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
   set -- "$@" --seed "$n" --checkpoint "run$n.pt" --best "best$n.pt" --output "last$n.pt" # EDIT
 fi
-address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds to save; before torch 2.12 it is 30
 trap '' TERM # this shell and tee wait while the processes save
 

@@ -125,8 +125,10 @@ def finish_with_workers(start, interrupt=lambda running: None):
 
 AUGMENTED = """
 import importlib, multiprocessing, os, torch
+from multiprocessing import resource_tracker
 from common.data import Images
 multiprocessing.set_start_method(os.environ["METHOD"], force=True)
+resource_tracker.ensure_running()  # before 3.14 its start unblocks signals, and tqdm would start it
 script, read = importlib.import_module(os.environ["SCRIPT"]), Images.__getitem__
 rest_of_epoch, Images.seed = script.rest_of_epoch, 0
 

@@ -248,6 +248,7 @@ def test_stopped_then_requeued_then_without_a_node_then_cancelled(cluster, submi
     try:
         job.wait(lambda: job.record()["JobState"] == "PENDING")
         wait_until(lambda: not processes(str(job.folder)))  # of the run before, on both nodes
+        time.sleep(3)  # until slurmd has seen it, too, or it would kill the next run as this one
     finally:
         cluster.run("scontrol", "update", "nodename=h1", "state=resume")
     job.wait_for_a_save(resumed=3)
