@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import (SEED, copy_project, distance, equal, exit_codes, free_port, load, module,
+from helpers import (SEED, bits, copy_project, distance, equal, exit_codes, free_port, load, module,
     run_rank, run_ranks, start, without_batch_norm)
 
 CHECKPOINTING, FSDP = "06_checkpointing/train.py", "05_model_parallel/fsdp.py"
@@ -188,6 +188,22 @@ def test_only_a_better_epoch_replaces_the_best_weights(script, train, tmp_path):
     train("scored.py", 2, *options, "--epochs", 5, **given | {"SCORES": "0.25"})
     assert equal(tmp_path / "best.pt", tmp_path / "epoch-3.pt")
     assert (tmp_path / "best.pt").is_symlink()
+
+
+def send(rank, folder, script):
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", None, 2, rank)
+    whole = torch.arange(24.0).reshape(1, 4, 2, 3)
+    parts = {"slice": whole[..., :2], "last": whole.to(memory_format=torch.channels_last)}
+    parts |= {"list": [{"lr": torch.tensor(0.5)}], "int16": whole.short(), "none": whole[:0]}
+    torch.save(parts, folder / str(rank))
+    given = torch.load(folder / str(rank), "meta" if rank else "cpu", weights_only=True)
+    got = module(script).from_rank_0(given, None)
+    assert bits(got["list"]) == bits(parts.pop("list")) and got["last"].stride() == (24, 1, 12, 4)
+    assert all(got[name].equal(part) for name, part in parts.items())
+
+
+def test_06_sends_tensors_of_any_strides_and_dtype(project, tmp_path):
+    assert exit_codes(start(send, [(n, tmp_path, project / "train.py") for n in (0, 1)])) == [0, 0]
 
 
 # What is rejected
