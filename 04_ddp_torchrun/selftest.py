@@ -51,7 +51,7 @@ def selftest(args):
     backend, device_id = "gloo", None
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        backend, device_id = "cpu:gloo,cuda:nccl", device  # 06 to 08 use both
+        backend, device_id = "cpu:gloo,cuda:nccl", device  # 06 to 08 have a group of each
     print(f"{me}: {device}, {backend}, world size {world_size}\n", end="", flush=True)  # one write
 
     table = torch.arange(1.0, world_size**2 + 1).view(world_size, world_size)  # rank r has row r
@@ -95,6 +95,7 @@ def selftest(args):
         ]
         return gradients[0], gradients[1]
 
+    torch.compiler.reset()  # imports for seconds what DDP(...) would import under the time limit
     run_check("join", me, args.timeout, join)
     for checked in dict.fromkeys((torch.device("cpu"), device)):
         for check in (all_reduce_sum, broadcast, all_gather_rows, reduce_scatter, ddp_step):
