@@ -86,6 +86,7 @@ def train(args):
 
     # 2. Data
     train_set, test_set = load_mnist(args.data_dir, local_rank == 0)  # DDP-3: one downloads it
+    length = len(train_set)  # CKPT-4: what progress counts, and global_batch
     options = {"pin_memory": device.type == "cuda"}
     options |= {"num_workers": args.workers,  # CKPT-5: forked, they inherit a block of signals
                 "multiprocessing_context": "fork" if args.workers else None}
@@ -106,11 +107,11 @@ def train(args):
     global_batch = args.batch_size * args.accumulate * world_size  # DDP-7: images per step
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
-    total_steps = args.epochs * math.ceil(len(train_set) / global_batch)  # CKPT-4: from the images
+    total_steps = args.epochs * math.ceil(length / global_batch)  # CKPT-4: on any number of ranks
     peaks = [group["lr"] for group in optimizer.param_groups]
-    progress = {"epoch": 1, "images": 0, "best": -math.inf}  # CKPT-1: add your own numbers
+    progress = {"epoch": 1, "done": 0, "best": -math.inf}  # CKPT-1: add your own numbers
     stateful = {"model": net, "optimizer": optimizer}  # add an EMA, a GradScaler
-    fingerprint = {"images": len(train_set), "seed": args.seed, "lr": args.lr}  # CKPT-3: must match
+    fingerprint = {"length": length, "seed": args.seed, "lr": args.lr}  # CKPT-3: must match
     load_checkpoint(args.checkpoint, stateful, progress, fingerprint, cpu_group)
     for number in STOP_SIGNALS:  # CKPT-5: from here on they no longer end the process
         signal.signal(number, lambda signum, _: received.append(signum))
@@ -129,7 +130,7 @@ def train(args):
 
     # 5. Train and evaluate
     for epoch in range(progress["epoch"], args.epochs + 1):  # CKPT-4: only what is left
-        shard = rest_of_epoch(len(train_set), args.seed + epoch, progress["images"])
+        shard = rest_of_epoch(length, args.seed + epoch, progress["done"])
         train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options)
         counts = all_gather(torch.tensor([len(train_loader), len(test_loader)], device=device))
         if (counts != counts[0]).any():  # CKPT-5: or they would wait for votes that nobody casts
@@ -138,12 +139,12 @@ def train(args):
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
-        torch.manual_seed(hash((args.seed, epoch, progress["images"], rank)))  # CKPT-4: for workers
+        torch.manual_seed(hash((args.seed, epoch, progress["done"], rank)))  # CKPT-4: for workers
         # DDP-4: one bar, of rank 0; None: on a terminal only
         bar = iter(tqdm(train_loader, title, leave=False, disable=rank > 0 or None))  # DDP-7: once
         while micro_batches := list(itertools.islice(bar, args.accumulate)):  # one step
             images_in_step = sum(len(batch[1]) for batch in micro_batches)  # or batch["labels"]
-            torch.manual_seed(hash((args.seed, epoch, progress["images"], rank)))  # CKPT-4: dropout
+            torch.manual_seed(hash((args.seed, epoch, progress["done"], rank)))  # CKPT-4: dropout
             for number, batch in enumerate(micro_batches, start=1):
                 images, labels = [part.to(device, non_blocking=True) for part in batch]
                 is_last = number == len(micro_batches)  # DDP-7: average the gradients once per step
@@ -154,15 +155,15 @@ def train(args):
                 total[0] += loss.detach() * len(labels)
                 total[1] += len(labels)
             nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            passes = epoch - 1 + progress["images"] / len(train_set)  # CKPT-4: through the data
+            passes = epoch - 1 + progress["done"] / length  # CKPT-4: through the data
             factor = warmup_then_decay(total_steps * passes / args.epochs, total_steps)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
-            progress["images"] = min(progress["images"] + global_batch, len(train_set))
+            progress["done"] = min(progress["done"] + global_batch, length)
             optimizer.step()
             optimizer.zero_grad()
             stop = next(vote)  # CKPT-5: all ranks stop after the same step
-            if stop or progress["images"] // global_batch % args.save_every == 0:
+            if stop or progress["done"] // global_batch % args.save_every == 0:
                 save()
             if stop:
                 bar.close()
@@ -181,7 +182,7 @@ def train(args):
             progress["best"] = accuracy
             if rank == 0:
                 save_file(net.state_dict(), args.best)
-        progress |= {"epoch": epoch + 1, "images": 0}
+        progress |= {"epoch": epoch + 1, "done": 0}
         save()
 
     # 6. Save
@@ -204,10 +205,10 @@ def evaluate(net, test_loader, device, vote):  # CKPT-5: can be stopped
     return correct.sum().item() / len(correct)
 
 
-def rest_of_epoch(length, seed, images_done):  # CKPT-4: in place of the sampler
+def rest_of_epoch(length, seed, done):  # CKPT-4: in place of the sampler
     """This rank's part of the indices that an epoch has left; all parts are equally long."""
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed)).tolist()
-    rest, world_size = order[images_done:], dist.get_world_size()
+    rest, world_size = order[done:], dist.get_world_size()
     rest += order[: -len(rest) % world_size]  # the epoch's first images again, as padding
     return rest[dist.get_rank() :: world_size]
 

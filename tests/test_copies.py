@@ -145,7 +145,7 @@ def stopped_and_resumed(folder, name, changes, *options, ranks=2, averaged=True)
     printed = numbers(learn("one", 1, 16, 1))
     assert len(printed) == 2 and numbers(learn("several", ranks, 4, 2)) == printed
     stopped = learn("stopped", ranks, 4, 2, STOP=1)
-    assert "\nstopped at {'epoch': 2, 'images': 48, " in stopped.output
+    assert "\nstopped at {'epoch': 2, 'done': 48, " in stopped.output
     resumed = learn("stopped", 1, 8, 2)
     assert "resuming from" in resumed.output
     assert numbers(resumed)[-1].split()[-1] == printed[1].split()[-1]  # perplexity, mIoU, ...

@@ -56,10 +56,10 @@ def test_stopped_and_resumed_bit_for_bit(script, options, train, tmp_path):
     undisturbed = train(script, 2, *options, cwd=whole)
     in_epoch = math.ceil(IMAGES / 2) + math.ceil(TESTS / 2)  # images that a rank reads
     stopped = train(script, 2, *options, stop=in_epoch + 20)
-    assert stopped_at(stopped).items() >= {"epoch": 2, "images": 96}.items()
+    assert stopped_at(stopped).items() >= {"epoch": 2, "done": 96}.items()
     in_evaluation = train(script, 2, *options, stop=math.ceil((IMAGES - 96) / 2))
     assert "resuming from " in in_evaluation.output
-    assert stopped_at(in_evaluation).items() >= {"epoch": 2, "images": IMAGES}.items()
+    assert stopped_at(in_evaluation).items() >= {"epoch": 2, "done": IMAGES}.items()
     rest = train(script, 2, *options)
     [line], last = rest.epochs(), undisturbed.epochs()[-1]
     assert (line["loss"], line["accuracy"]) == ("-", last["accuracy"]), rest
@@ -96,7 +96,7 @@ def test_resumes_on_any_number_of_processes(path, options, more, rounding, tmp_p
         kept = sorted((tmp_path / "stopped/checkpoint").iterdir())
         assert [each.name[8:14] + each.name[-4:] for each in kept] == ["0000010108", "0000010144"]
         (kept[1] / ".metadata").rename(tmp_path / "incomplete")
-        shutil.copytree(kept[1], kept[1].with_name("epoch-00000001-image-000000000001"))
+        shutil.copytree(kept[1], kept[1].with_name("epoch-00000001-done-000000000001"))
         newest = kept[0]
     assert "existing checkpoint" not in whole.errors, whole  # no checkpoint is saved twice
     for ranks, others in more.items():
@@ -215,7 +215,7 @@ def flip_a_bit(path):
     path.write_bytes(data)
 
 
-OTHER = f"checkpoint.pt has {{'images': 181, 'seed': {SEED}, 'lr': 0.5}}, not "
+OTHER = f"checkpoint.pt has {{'length': 181, 'seed': {SEED}, 'lr': 0.5}}, not "
 
 
 @pytest.mark.parametrize(("options", "change", "error"), [
@@ -315,6 +315,6 @@ def test_07_takes_its_ranks_from_srun(tmp_path):
         assert exit_codes(start(run_rank, given)) == [0, 0], files[1].read_text()
     stopped, resumed, epoch = [line for line in files[0].read_text().splitlines()
                                if not re.match(r"training|evaluation|\S*(?:\[Gloo|peer)|\d", line)]
-    assert stopped.startswith("stopped at {'epoch': 1, 'images': 128, ")
-    assert resumed.startswith("resuming from checkpoint.pt at {'epoch': 1, 'images': 128, ")
+    assert stopped.startswith("stopped at {'epoch': 1, 'done': 128, ")
+    assert resumed.startswith("resuming from checkpoint.pt at {'epoch': 1, 'done': 128, ")
     assert epoch.startswith("epoch 1/1 ")
