@@ -26,6 +26,7 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdSpoolDir={folder}/spool-%n
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdParameters=config_overrides
+SlurmdDebug=debug
 ProctrackType=proctrack/linuxproc
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -244,11 +245,12 @@ def test_stopped_then_requeued_then_without_a_node_then_cancelled(cluster, submi
     job.wait_for_a_save(resumed=1)
     cluster.run("scontrol", "requeue", job.id)
     job.wait_for_a_save(resumed=2)
+    log, ended = cluster.folder / "daemons.log", f"slurmd-h1: debug:  JobId={job.id}: sent epilog"
+    before = log.read_text().count(ended)
     cluster.run("scontrol", "update", "nodename=h1", "state=down", "reason=test")
     try:
         job.wait(lambda: job.record()["JobState"] == "PENDING")
-        wait_until(lambda: not processes(str(job.folder)))  # of the run before, on both nodes
-        time.sleep(3)  # until slurmd has seen it, too, or it would kill the next run as this one
+        wait_until(lambda: log.read_text().count(ended) > before)  # or it kills the next run
     finally:
         cluster.run("scontrol", "update", "nodename=h1", "state=resume")
     job.wait_for_a_save(resumed=3)
