@@ -5,6 +5,7 @@
 """
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -39,6 +40,7 @@ def parse_args():
     if min(args.epochs, args.batch_size) < 1 or args.output.is_dir():
         parser.error("--epochs and --batch-size must be at least 1, and --output a file")
     args.output.parent.mkdir(parents=True, exist_ok=True)
+    os.utime(args.output.parent)  # fails now if nothing can be written there
     return args
 
 
@@ -77,8 +79,7 @@ def train(args):
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
         # None: on a terminal only
-        bar = tqdm(train_loader, title, leave=False, disable=None)
-        for batch in bar:
+        for batch in tqdm(train_loader, title, leave=False, disable=None):
             images, labels = [part.to(device, non_blocking=True) for part in batch]
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
                 loss = criterion(model(images), labels)

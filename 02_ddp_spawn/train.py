@@ -7,6 +7,7 @@
 import argparse
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -48,6 +49,7 @@ def parse_args():
     if min(args.epochs, args.batch_size, args.nprocs) < 1 or args.output.is_dir():  # DDP-0: and it
         parser.error("--epochs, --batch-size and --nprocs must be at least 1, and --output a file")
     args.output.parent.mkdir(parents=True, exist_ok=True)
+    os.utime(args.output.parent)  # fails now if nothing can be written there
     return args
 
 
@@ -97,8 +99,7 @@ def train(local_rank, args):  # DDP-0: in each of the processes
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
         # DDP-4: one bar, of rank 0; None: on a terminal only
-        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)
-        for batch in bar:
+        for batch in tqdm(train_loader, title, leave=False, disable=rank > 0 or None):
             images, labels = [part.to(device, non_blocking=True) for part in batch]
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
                 loss = criterion(model(images), labels)
@@ -152,7 +153,8 @@ def run(local_rank, args):  # DDP-0: what each spawned process runs
 def main():
     args = parse_args()  # DDP-0: share the cores, open a store on a free port, start the processes
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.nprocs)))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    listener = socket.create_server(("127.0.0.1", 0))  # no other machine reaches it
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, master_listen_fd=listener.detach())
     args.port = store.port
     torch.multiprocessing.spawn(run, (args,), args.nprocs)
 

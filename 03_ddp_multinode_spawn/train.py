@@ -7,8 +7,10 @@ Node 0 has 8 GPUs and the address 10.0.0.1, node 1 has 2 GPUs:
 """
 
 import argparse
+import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -59,6 +61,7 @@ def parse_args():
         parser.error("--epochs, --batch-size and --nprocs must be at least 1, and --output a file")
     if args.node_rank == 0:  # DDP-4: only rank 0 saves
         args.output.parent.mkdir(parents=True, exist_ok=True)
+        os.utime(args.output.parent)  # fails now if nothing can be written there
     return args
 
 
@@ -109,8 +112,7 @@ def train(local_rank, args):  # DDP-0: in each of the processes
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
         # DDP-4: one bar, of rank 0; None: on a terminal only
-        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)
-        for batch in bar:
+        for batch in tqdm(train_loader, title, leave=False, disable=rank > 0 or None):
             images, labels = [part.to(device, non_blocking=True) for part in batch]
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
                 loss = criterion(model(images), labels)
@@ -165,8 +167,11 @@ def main():
     args = parse_args()  # DDP-0: share the cores, wait for all nodes, start the processes
     nprocs = args.per_node[args.node_rank]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // nprocs)))
-    is_master = args.node_rank == 0  # it hosts the store
-    store = dist.TCPStore(args.master_addr, args.master_port, args.nodes, is_master)
+    address, listener = (args.master_addr, args.master_port), None
+    if args.node_rank == 0:  # it hosts the store, only at this address if that is its own
+        with contextlib.suppress(OSError):  # or at all addresses
+            listener = socket.create_server(address).detach()
+    store = dist.TCPStore(*address, args.nodes, args.node_rank == 0, master_listen_fd=listener)
     torch.multiprocessing.spawn(run, (args,), nprocs)
     del store  # only now, when its processes have ended
 

@@ -156,7 +156,6 @@ def train(args):
     if rank == 0:
         own = sum(parameter.to_local().nbytes for parameter in model.parameters())
         print(f"{parameters} parameters, {own} bytes of them on rank 0", flush=True)
-    torch.manual_seed(args.seed + rank)  # DDP-3: other random numbers on each rank
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -183,9 +182,9 @@ def train(args):
     for epoch in range(progress["epoch"], args.epochs + 1):  # CKPT-4: only what is left
         shard = rest_of_epoch(length, args.seed + epoch, progress["done"])
         train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options)
-        counts = all_gather(torch.tensor([len(train_loader), len(test_loader)], device=device))
-        if (counts != counts[0]).any():  # CKPT-5: or they would wait for votes that nobody casts
-            raise ValueError(f"the ranks have {counts.tolist()} batches to train on and to test on")
+        facts = all_gather(torch.tensor([len(train_loader), len(test_loader)], device=device))
+        if (facts != facts[0]).any():  # CKPT-5: or some would wait for votes of others
+            raise ValueError(f"ranks differ in batches or test batches: {facts.tolist()}")
         model.train()
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()

@@ -45,6 +45,7 @@ def parse_args():
         parser.error("--epochs, --batch-size and --chunks must be at least 1, and --output a file")
     if os.environ["RANK"] == "0":  # only rank 0 saves
         args.output.parent.mkdir(parents=True, exist_ok=True)
+        os.utime(args.output.parent)  # fails now if nothing can be written there
     if os.environ["WORLD_SIZE"] != "2":  # MP-1: one per stage
         parser.error(f"the network has 2 stages: start 2 processes, not {os.environ['WORLD_SIZE']}")
     if args.batch_size % args.chunks:  # MP-3: the stages would expect other sizes
@@ -109,8 +110,7 @@ def train(args):
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
         # One bar, of rank 0; None: on a terminal only
-        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)
-        for images, labels in bar:
+        for images, labels in tqdm(train_loader, title, leave=False, disable=rank > 0 or None):
             if rank == 0:
                 schedule.step(images.to(device, non_blocking=True))
             else:

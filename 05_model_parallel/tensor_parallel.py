@@ -50,6 +50,7 @@ def parse_args():
         parser.error("--epochs, --batch-size and --hidden must be at least 1, and --output a file")
     if os.environ["RANK"] == "0":  # only rank 0 saves
         args.output.parent.mkdir(parents=True, exist_ok=True)
+        os.utime(args.output.parent)  # fails now if nothing can be written there
     return args
 
 
@@ -103,8 +104,7 @@ def train(args):
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
         # One bar, of rank 0; None: on a terminal only
-        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)
-        for batch in bar:
+        for batch in tqdm(train_loader, title, leave=False, disable=rank > 0 or None):
             images, labels = [part.to(device, non_blocking=True) for part in batch]
             loss = criterion(model(images), labels)
             loss.backward()

@@ -48,6 +48,7 @@ def parse_args():
         parser.error("--epochs, --batch-size and --chunks must be at least 1, and --output a file")
     if os.environ["RANK"] == "0":  # only rank 0 saves
         args.output.parent.mkdir(parents=True, exist_ok=True)
+        os.utime(args.output.parent)  # fails now if nothing can be written there
     devices = args.devices.split(",")
     if len(devices) != needed:
         parser.error(f"--devices {args.devices}: name {needed} devices, two per process")
@@ -116,8 +117,7 @@ def train(args):
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=second)  # sum of losses, count of images
         # One bar, of rank 0; None: on a terminal only
-        bar = tqdm(train_loader, title, leave=False, disable=rank > 0 or None)
-        for images, labels in bar:
+        for images, labels in tqdm(train_loader, title, leave=False, disable=rank > 0 or None):
             images = images.to(first, non_blocking=True)  # MP-2: each where it is needed
             labels = labels.to(second, non_blocking=True)
             loss = criterion(model(images), labels)

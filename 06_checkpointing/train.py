@@ -96,7 +96,6 @@ def train(args):
     model = DDP(net, gradient_as_bucket_view=True)  # backward averages the gradients
     if args.compile:
         model = torch.compile(model)
-    torch.manual_seed(args.seed + rank)  # DDP-3: other random numbers on each rank
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -128,9 +127,11 @@ def train(args):
     for epoch in range(progress["epoch"], args.epochs + 1):  # CKPT-4: only what is left
         shard = rest_of_epoch(length, args.seed + epoch, progress["done"])
         train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options)
-        counts = all_gather(torch.tensor([len(train_loader), len(test_loader)], device=device))
-        if (counts != counts[0]).any():  # CKPT-5: or they would wait for votes that nobody casts
-            raise ValueError(f"the ranks have {counts.tolist()} batches to train on and to test on")
+        sum_of_weights = sum(part.detach().double().sum().item() for part in net.parameters())
+        facts = [len(train_loader), len(test_loader), sum_of_weights]
+        facts = all_gather(torch.tensor(facts, dtype=torch.float64, device=device))
+        if (facts != facts[0]).any():  # CKPT-5: or some would wait for votes of others
+            raise ValueError(f"ranks differ in batches, test batches or weights: {facts.tolist()}")
         net.train()
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()

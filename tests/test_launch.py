@@ -1,10 +1,12 @@
 """Launch files start what they show, and scripts take the devices and options they are given."""
 
+import errno
 import re
+import socket
 
 import pytest
 import torch
-from helpers import FOLDERS, ROOT, copy_project, module, run, run_ranks, tools
+from helpers import FOLDERS, ROOT, copy_project, free_port, module, run, run_ranks, tools
 
 # Launch files
 
@@ -143,6 +145,16 @@ def test_a_wrong_option_is_rejected_and_named(script, options, tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("script", [
+    path for path, given in WRONG.items() if "--save-every 0" not in given])
+def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(script, monkeypatch):
+    """06 and fsdp.py write a checkpoint there, and soon."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("sys.argv", [script, "--output", "/proc/1/mnist.pt"])
+    with pytest.raises(OSError, match="not permitted|denied"):
+        module(ROOT / script).parse_args()
+
+
 @pytest.mark.parametrize("script", [path for path in WRONG if path > "04"])
 def test_without_a_launcher_a_script_says_so(script, monkeypatch, capsys):
     assert "start it with torchrun" in error_of(script, "", monkeypatch, capsys)
@@ -197,6 +209,24 @@ def test_sync_bn_converts_the_network(folder, more, tmp_path):
     result = run_ranks("started.py", 1 if more else 2, "--sync-bn", *more, cwd=project, code=1,
                        SCRIPT="train")
     assert "SyncBatchNorm layers only work with GPU modules" in result.errors, result
+
+
+@pytest.mark.parametrize("folder", FOLDERS[1:3])
+def test_only_this_machine_reaches_the_store(folder, tmp_path, monkeypatch):
+    """Of 02 always, of 03 as long as it has the default address; 127.0.0.2 is another one."""
+    port, found = free_port(), []
+
+    def spawn(run, given, nprocs):
+        for address in ("127.0.0.1", "127.0.0.2"):
+            with socket.socket() as other:
+                found.append(other.connect_ex((address, vars(given[0]).get("port", port))))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("torch.multiprocessing.spawn", spawn)
+    monkeypatch.setattr("sys.argv", ["", *(["--master-port", str(port)] if "03" in folder else [])])
+    module(ROOT / folder / "train.py").main()
+    assert found == [0, errno.ECONNREFUSED]
 
 
 # Devices and backends: what a process asks for, where no GPU is

@@ -134,21 +134,25 @@ import importlib, os, sys
 script, rank = importlib.import_module(os.environ["SCRIPT"]), int(os.environ["RANK"])
 if os.environ["PART"] == "train":
     script.rest_of_epoch = lambda *given: range(16 + rank)
-else:
+elif os.environ["PART"] == "test":
     script.DistributedSampler = lambda *given, shuffle: [0] * (250 + rank)
+else:
+    script.DDP = lambda net, **given: net  # as if the loop called the plain network
 script.main()
 """
 
 
-@pytest.mark.parametrize("script", ["train", "fsdp"], ids=["06", "fsdp"])
-def test_unequal_numbers_of_batches_are_an_error_of_all_ranks(script, project, train, tmp_path):
-    """With a sampler of one's own, for the training or for the test: they would hang."""
+@pytest.mark.parametrize(("script", "parts"), [
+    ("train", ["train", "test", "weights"]), ("fsdp", ["train", "test"])], ids=["06", "fsdp"])
+def test_ranks_that_differ_are_an_error_of_all_ranks(script, parts, project, train, tmp_path):
+    """By a sampler of one's own they would hang; with other weights they would train on."""
     (project / "unequal.py").write_text(UNEQUAL)
-    for part, size in (("train", 16), ("test", 250)):
-        result = train("unequal.py", 2, "--batch-size", size, code=1, SCRIPT=script, PART=part)
-        one, other = re.findall(r"ValueError: the ranks have (.*) batches to", result.errors)
-        of_train, of_test = zip(*eval(one), strict=True)
-        assert one == other and len({*of_train}) - len({*of_test}) == (1 if part == "train" else -1)
+    for part in parts:
+        options = ["--epochs", 2, "--batch-size", 250 if part == "test" else 16]
+        result = train("unequal.py", 2, *options, code=1, SCRIPT=script, PART=part)
+        one, other = re.findall("ValueError: ranks differ in .*: (.*)", result.errors)
+        differ = [len({*column}) > 1 for column in zip(*eval(one), strict=True)]
+        assert one == other and differ == [each == part for each in parts]
 
 
 NOISE = """
