@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import textwrap
 from math import cos, pi
 
 import pytest
@@ -79,6 +80,32 @@ def test_an_own_script_with_ddp(tmp_path):
         found.append((re.findall("^epoch .*", result.output, re.M), load(project / "0/best.pt")))
     (lines, weights), (same, of_two) = found
     assert len(lines) == 2 and lines == same and distance(weights, of_two) < 1e-10
+
+
+COMPARED = """
+dist, world_size, validate = script.dist, int(os.environ["WORLD_SIZE"]), script.validate
+def compare(model, *given):
+{}
+    return validate(model, *given)
+script.EPOCHS, script.validate = 1, compare
+"""
+FAULTS = {  # an own script trains on with each of them
+    "none": "", "no DDP": "script.DDP = lambda net: net",
+    "a plain call": "DDP = script.DDP; script.DDP = lambda net: (DDP(net), net)[1]",
+    "a rank without steps": "if os.environ['RANK'] == '1': torch.optim.SGD.step = lambda self: 0",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_lines_that_compare_the_weights_of_an_own_script(fault, tmp_path):
+    [lines] = re.findall("```python\n(found = .*?)```", (ROOT / "README.md").read_text(), re.S)
+    changes = COMPARED.format(textwrap.indent(lines, "    ")) + FAULTS[fault]
+    project = patched(tmp_path, "own_ddp", changes, "tests/copies/own.py")
+    result = run_ranks("changed.py", 2, cwd=project, code=int(fault != "none"))
+    assert ("the ranks have different weights: [" in result.errors) == (fault != "none")
+    if fault == "none":
+        result = run_ranks("changed.py", 3, cwd=project, code=1)
+        assert "ValueError: 3 processes do not divide a batch of 64" in result.errors
 
 
 FOLDER = """
