@@ -294,18 +294,6 @@ def test_a_profile(tmp_path):
         assert found == {"gloo:all_reduce", *[f"ProfilerStep#{n}" for n in (4, 5, 6)]}
 
 
-def test_a_tracker(tmp_path):
-    """It gets from rank 0 what is printed; wandb.py, in place of the package, prints it, too."""
-    project = patched(tmp_path, "add_wandb")
-    (project / "wandb.py").write_text("init = log = finish = lambda *a, **b: print('wandb', a, b)")
-    result = run_ranks("train.py", 2, *GIVEN, cwd=project)
-    begin, *logs, end = re.findall("^wandb .*", result.output, re.M)
-    logs = [[f"{float(number):.4f}" for number in re.findall(r"[\d.]+", log)] for log in logs]
-    assert logs == [[line["loss"], line["accuracy"], f"{number}.0000"]
-                    for number, line in enumerate(result.epochs(), start=1)]
-    assert "'epochs': 2, " in begin and end == "wandb () {}"
-
-
 DRAWN = """
 draw = script.WeightedSampler.__iter__
 script.WeightedSampler.__iter__ = lambda self: iter(

@@ -111,24 +111,6 @@ def test_resumes_on_any_number_of_processes(path, options, more, rounding, tmp_p
         assert path != FSDP or len([*(tmp_path / f"on {ranks}/checkpoint").iterdir()]) == 2
 
 
-SAME_BUCKETS = """
-import functools, train
-train.DDP = functools.partial(train.DDP, find_unused_parameters=True)
-train.main()
-"""
-
-
-def test_06_on_three_processes_resumes_bit_for_bit_with_the_buckets_of_the_first_step(
-        project, train, tmp_path):
-    """Which DDP changes after the first step of each start, unless it looks for unused ones."""
-    (project / "same_buckets.py").write_text(SAME_BUCKETS)
-    (whole := tmp_path / "whole").mkdir()
-    train("same_buckets.py", 3, "--batch-size", 16, cwd=whole)
-    train("same_buckets.py", 3, "--batch-size", 16, stop=20)
-    rest = train("same_buckets.py", 3, "--batch-size", 16)
-    assert "resuming from " in rest.output and equal(tmp_path / "mnist.pt", whole / "mnist.pt")
-
-
 UNEQUAL = """
 import importlib, os, sys
 script, rank = importlib.import_module(os.environ["SCRIPT"]), int(os.environ["RANK"])
@@ -305,20 +287,3 @@ def test_06_what_cannot_be_loaded_is_not_saved(project, tmp_path):
     with pytest.raises(pickle.UnpicklingError, match="Unsupported global: .* pathlib"):
         save_file({"output": Path("mnist.pt")}, tmp_path / "file.pt")
     assert load(tmp_path / "file.pt") == {"lr": 1}
-
-
-def test_07_takes_its_ranks_from_srun(tmp_path):
-    """Two tasks of `srun python`, of which one gets a signal; the same command resumes."""
-    project = copy_project(tmp_path / "a project", "07_slurm/train.py", small=("data", "model"))
-    files = [tmp_path / "output", tmp_path / "errors"]
-    for resumed in (False, True):
-        job = {"SLURM_NTASKS": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-        job |= {} if resumed else {"READ": "1 40 15"}
-        given = [(project / "train.py", ["--batch-size", 16], project,
-                  job | {"SLURM_PROCID": n, "SLURM_LOCALID": n}, files) for n in (0, 1)]
-        assert exit_codes(start(run_rank, given)) == [0, 0], files[1].read_text()
-    stopped, resumed, epoch = [line for line in files[0].read_text().splitlines()
-                               if not re.match(r"training|evaluation|\S*(?:\[Gloo|peer)|\d", line)]
-    assert stopped.startswith("stopped at {'epoch': 1, 'done': 128, ")
-    assert resumed.startswith("resuming from checkpoint.pt at {'epoch': 1, 'done': 128, ")
-    assert epoch.startswith("epoch 1/1 ")
