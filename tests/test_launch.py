@@ -5,7 +5,6 @@ import re
 import socket
 
 import pytest
-import torch
 from helpers import FOLDERS, ROOT, copy_project, free_port, module, run, run_ranks, tools
 
 # Launch files
@@ -227,35 +226,3 @@ def test_only_this_machine_reaches_the_store(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["", *(["--master-port", str(port)] if "03" in folder else [])])
     module(ROOT / folder / "train.py").main()
     assert found == [0, errno.ECONNREFUSED]
-
-
-# Devices and backends: what a process asks for, where no GPU is
-
-@pytest.mark.parametrize("script", [*list(WRONG)[1:], "07_slurm/train.py"])
-def test_a_process_takes_the_gpu_of_its_local_rank_then_joins_the_group(script, monkeypatch):
-    """With device_id, or torch 2.15's NCCL takes another GPU; 05/train.py has two per process."""
-    calls, gpu = [], 2 if script == "05_model_parallel/train.py" else 1
-    launch = {"RANK": 3, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "WORLD_SIZE": 4}
-    launch |= {"WORLD_SIZE": 2} if "pipeline" in script else {}  # it rejects another number
-    for name, value in launch.items():
-        monkeypatch.setenv(name, str(value))
-    options = ["-n", "2", "-g", "2", "-i", "1"] if script.startswith("03") else []
-    monkeypatch.setattr("sys.argv", [script, *options])  # on GPUs, as there are some
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    monkeypatch.setattr("torch.cuda.set_device", calls.append)
-    monkeypatch.setattr("torch.distributed.TCPStore", lambda *given, **more: None)
-
-    def join(backend, rank=3, device_id=None, **given):
-        calls.append((backend, rank, device_id))
-        raise KeyboardInterrupt  # it has seen enough
-
-    monkeypatch.setattr("torch.distributed.init_process_group", join)
-    loaded = module(ROOT / script)
-    args = loaded.parse_args()
-    args.port = 1  # of 02
-    with pytest.raises(KeyboardInterrupt):
-        loaded.train(*[1] if script < "04" else [], args)
-    rank = 1 if script < "03" else 3
-    device_id = None if script.endswith("05_model_parallel/train.py") else torch.device("cuda", gpu)
-    assert calls == [torch.device("cuda", gpu), ("nccl", rank, device_id)]
