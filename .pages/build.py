@@ -1,193 +1,185 @@
-"""Write .pages/site/: two scripts side by side, a finder for error messages, and the READMEs.
+"""Write .pages/site/: a map of the scripts, two side by side, a finder for errors, the READMEs.
 
-    python .pages/build.py
+    pip install -r .pages/requirements.txt && python .pages/build.py
 
-Then open .pages/site/index.html. The lines come from git diff --no-index -w, the notes from the
-READMEs' sections "### DDP-3: ...", the finder's rows from their tables with a column "symptom".
+Then open .pages/site/index.html. From the READMEs are the notes (sections "### DDP-3: ..."), the
+texts of the map (the first table), and the finder's rows (tables with a column "symptom").
 """
 
-import html
 import os
 import re
 import shutil
-import subprocess
-from itertools import combinations, count, groupby
+from collections import namedtuple
+from itertools import combinations, pairwise
 from pathlib import Path
 from string import Template
 
 import pygments
+from markdown_it import MarkdownIt
+from markdown_it.tree import SyntaxTreeNode
+from pairs import MARK, MARKS, SCRIPTS, TEXT, TRAIN, line, row, rows, runs
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 
-os.chdir(Path(__file__).resolve().parent.parent)  # the repository, where all paths begin
 HERE, SITE = Path(".pages"), Path(".pages/site")
-TABS = [("01", "02"), ("01", "04"), ("02", "03"), ("04", "06"), ("06", "07"), ("04", "fsdp")]
-PYTHON = sorted(Path().glob("0*/*.py"), key=lambda path: (path.name != "train.py", path))
-SCRIPTS = {path.parent.name[:2] if path.name == "train.py" else path.stem: path for path in PYTHON}
-BASE = dict.fromkeys(SCRIPTS, "04") | {script: base for base, script in TABS} | {"08": "06"}
-HOME = {script: f"{BASE[script]}-{script}.html" for script in SCRIPTS} | {"01": "01-04.html"}
+TABS = {"01-04": "one process → DDP", "04-06": "DDP → checkpoints", "06-07": "checkpoints → Slurm",
+        "06-08": "checkpoints → Docker", "04-fsdp": "DDP → FSDP", "01-02": "one process → spawn",
+        "02-03": "spawn → two machines"}
+HOME = {SCRIPTS[new]: f"04-{new}.html" for new in SCRIPTS} | {SCRIPTS["01"]: "01-04.html"}
+HOME |= {SCRIPTS[name[3:]]: f"{name}.html" for name in TABS}
 PAGES = [page for glob in ("*.md", "0*/*.md", "tests/**/*.md", ".github/*.md")
          for page in sorted(Path().glob(glob))]
-MARK = re.compile(r"\b([A-Z]{2,5}-)(\d+)")
-LIST = re.compile(r"^(?:- |1\. ).*\n(?:(?:- |\d+\. |  ).*\n|\n(?=  ))*", re.M)
-
-
-def highlight(text, language):
-    """The lines of a program as HTML."""
-    lexer = get_lexer_by_name(language, stripnl=False)
-    shown = pygments.highlight(text, lexer, HtmlFormatter(nowrap=True)).removesuffix("\n")
-    return re.sub(r'<span class="[nopw]">(.*?)</span>', r"\1", shown).split("\n")  # no colour
-
-
-CODE = {script: highlight(SCRIPTS[script].read_text("utf-8"), "python") for script in SCRIPTS}
-MARKS = {script: [mark and mark[0] for mark in map(MARK.search, CODE[script])] for script in CODE}
+Note = namedtuple("Note", "title page texts")  # each paragraph, and each item of a list
+Step = namedtuple("Step", "mark note runs begin own")  # its note is above the line `begin`
 
 
 def address(path):
     """The page of a file of the repository; what is neither a script nor a README is copied."""
-    if path in PYTHON:
-        return HOME[[*SCRIPTS][PYTHON.index(path)]]
+    if path in HOME:
+        return HOME[path]
+    path = path / "README.md" if path.is_dir() else path
     name = (path.as_posix().removesuffix("README.md").strip("/.") or "README").replace("/", "-")
     if path in PAGES:
         return f"{name}.html"
     return shutil.copy(path, SITE / (name + ".txt" * (path.suffix not in (".svg", ".png")))).name
 
 
+def fence(program, language, _):
+    lexer = get_lexer_by_name(language or "text", stripnl=False)
+    return f"<pre>{pygments.highlight(program, lexer, HtmlFormatter(nowrap=True))}</pre>"
+
+
+MARKDOWN = MarkdownIt("commonmark", {"highlight": fence}).enable("table")
+
+
+def render(*nodes):
+    tokens = [token for node in nodes for token in node.to_tokens()]
+    return MARKDOWN.renderer.render(tokens, MARKDOWN.options, {})
+
+
 class Readme:
-    """The HTML of a README; the notes about steps, and the rows of symptoms, that it has."""
+    """A README as HTML, its notes about steps, and its tables, each with its address."""
 
     def __init__(self, path):
-        self.path, self.source, self.kept, self.symptoms = path, path.read_text("utf-8"), [], []
-        text = re.sub(r"(?s)<!--.*?-->\n", "", self.source)
-        text = re.sub(r"(?ms)^( *)```(\w*)\n(.*?)^ *```$|(`+)(.+?)\4", self.keep, text)
-        text = html.escape(re.sub(r"<(https?://[^>]+)>", r"[\1](\1)", text), False)
-        text = re.sub(r"&lt;(/?(?:details|summary))&gt;", r"<\1>", text)
-        text = re.sub(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\(([^)\s]+)\)", self.link, text)
-        text = re.sub(r"\*\*([^*]+)\*\*", r"<b>\1</b>", text)
-        text = re.sub(r"\*(\w[^*\n]*)\*", r"<em>\1</em>", text)
-        text = re.sub(r"(?m)^(#+) (.*)", self.heading, text)
-        text = re.sub(r"(?m)(?:^\|.*\n)+", self.table, text)
-        text = LIST.sub(self.items, text)
-        if unknown := re.search(r"(?m)^(?:&[lg]t;|[*+|#] |```| {4}).*", text):
-            self.fail(unknown[0])
-        blocks = [block if re.match("\0pre|</?[hdust]|<ol", block) else f"<p>{block}</p>"
-                  for block in re.split("\n\n+", text.strip())]
-        self.html, self.notes = self.restore("\n".join(blocks)), {}
-        prose = re.sub(r"(?s)<(pre|details)>.*?</\1>", "", self.html)
-        for note in re.findall(r"(?s)<h3.*?(?=<h[123]|\Z)", prose):
-            if step := re.match(rf"<h3[^>]*>(?:<a[^>]*>)?{MARK.pattern}(?: to \1(\d+))?", note):
-                for number in range(int(step[2]), int(step[3] or step[2]) + 1):
-                    self.notes[f"{step[1]}{number}"] = note
-
-    def fail(self, text):
-        line = self.source.partition(html.unescape(text).split("\0")[0])[0].count("\n") + 1
-        raise ValueError(f"{self.path}, line {line}: cannot show {text}")
-
-    def keep(self, match):
-        indent, language, program, _, words = match.groups()
-        if words:
-            tag, text = "code", " ".join(words.replace(r"\|", "|").split())
-        else:
-            tag, text = "pre", re.sub(f"(?m)^{indent}", "", program)
-        self.kept.append(f"<{tag}>" + "\n".join(highlight(text, language or "text")) + f"</{tag}>")
-        return f"{indent or ''}\0{tag}{len(self.kept) - 1}\0"
-
-    def restore(self, text):
-        return re.sub("\0\\D+(\\d+)\0", lambda match: self.kept[int(match[1])], text)
-
-    def link(self, match):
-        image, words, target = match.groups()
-        name, sign, anchor = target.partition("#")
-        if not target.startswith("http"):
-            path = Path(os.path.normpath(self.path.parent / name)) if name else self.path
-            if path.is_dir() and not (path := path / "README.md").exists():
-                return words  # a folder without a page
-            target = address(path if path.exists() else self.fail(target)) + sign + anchor
-        alt = words.replace('"', "&quot;")
-        return f'<img src="{target}" alt="{alt}">' if image else f'<a href="{target}">{words}</a>'
-
-    def heading(self, match):
-        title, level = self.restore(match[2]), len(match[1])
-        slug = re.sub(r"<[^>]*>|[^\w\- ]", "", html.unescape(title)).lower().replace(" ", "-")
-        mark = (MARK.match(title) or [""])[0]
-        for script in SCRIPTS:
-            if SCRIPTS[script].parent == self.path.parent and mark in MARKS[script]:
-                title = f'<a href="{HOME[script]}#{script}-{mark}">{title}</a>'
-                break
-        return f"\n\n<h{level} id={slug}>{title}</h{level}>\n\n"
-
-    def table(self, match):
-        rows = [[self.restore(cell.strip()) for cell in line.split("|")[1:-1]]
-                for line in match[0].splitlines()]
-        sides = [" class=right" if cell.endswith(":") else "" for cell in rows.pop(1)]
-        if rows[0][0] == "symptom":
-            anchor = re.findall(r"<h\d id=(\S+)>", match.string[: match.start()])[-1]
-            place = f'<a href="{address(self.path)}#{anchor}">{address(self.path)[:-5]}</a>'
-            self.symptoms += ["<p>".join(["<li>", *row, place]) for row in rows[1:]]
-        rows = ["".join(map("<td{}>{}".format, sides, row)) for row in rows]
-        rows[0] = rows[0].replace("<td", "<th")
-        return "\n\n<table><tr>" + "<tr>".join(rows) + "</table>\n\n"
-
-    def items(self, match):
-        tag = "ul" if match[0][0] == "-" else "ol"
-        items = re.split(r"(?m)^(?:- |\d+\. )", match[0])[1:]
-        items = [LIST.sub(self.items, re.sub("(?m)^  ", "", item)) for item in items]
-        return f"\n\n<{tag}><li>" + "<li>".join(items).replace("\n\n", "<p>") + f"</{tag}>\n\n"
+        self.page, self.notes, self.tables = address(path), {}, []
+        tokens = MARKDOWN.parse(path.read_text("utf-8"))
+        for opening, token in pairwise(tokens):
+            for child in token.children or ():
+                for name in {"href", "src"} & child.attrs.keys():
+                    file, sign, anchor = child.attrs[name].partition("#")
+                    if not file.startswith("http"):
+                        file = Path(os.path.normpath(path.parent / file)) if file else path
+                        child.attrs[name] = address(file) + sign + anchor
+            if opening.type == "heading_open":
+                words = "".join(child.content for child in token.children)
+                opening.attrs["id"] = re.sub(r"[^\w -]", "", words).lower().replace(" ", "-")
+        tree = SyntaxTreeNode(tokens)
+        self.html = re.sub(rf'(<h3 [^>]*>)({MARK.pattern})(?=: )',
+                           r'\1<a href="marks.html#\2">\2</a>', render(tree))
+        for node in tree.children:
+            if node.type == "heading":
+                anchor, texts = f"{self.page}#{node.attrs['id']}", []
+                title = re.sub("<[^>]*>", "", render(*node.children))
+                if re.match(rf"{MARK.pattern}: ", title):
+                    self.notes[MARK.match(title)[0]] = Note(title, self.page, texts)
+            elif node.type == "paragraph":
+                texts.append(render(node))
+            elif node.type == "bullet_list":
+                texts += [f"<ul>{render(item)}</ul>" for item in node.children]
+            elif node.type == "table":
+                self.tables.append((anchor, [[render(*cell.children) for cell in line.children]
+                                             for part in node.children for line in part.children]))
 
 
-def diff(old, new):
-    """What git diff -w pairs: for each block whether it is equal, its old and its new lines."""
-    command = ["git", "diff", "--no-index", "-w", "-U99999", "--no-color", "--no-ext-diff"]
-    run = subprocess.run([*command, SCRIPTS[old], SCRIPTS[new]], stdout=subprocess.PIPE, text=True)
-    signs = re.findall(r"\n([ +-])", run.stdout.partition("\n@@")[2]) or [" "] * len(CODE[old])
-    left, right = count(), count()
-    for equal, block in groupby(signs, " ".__eq__):
-        block = [*block]
-        yield (equal, [next(left) for sign in block if sign != "+"],
-               [next(right) for sign in block if sign != "-"])
+def symptoms(tables):
+    """The rows of the finder, in HTML."""
+    for place, (head, *found) in tables:
+        if head[0] == "symptom":
+            link = f'<a href="{place}">{place.partition(".")[0]}</a>'
+            yield from ("<p>".join(["<li>", *cells, link]) for cells in found)
 
 
-def side(script, lines, noted=()):
-    """Lines of one script; the first with a mark has the step's address, if no note has it."""
-    shown = ""
-    for n in lines:
-        line, mark = CODE[script][n], MARKS[script][n]
-        has_address = mark and MARKS[script].index(mark) == n and mark not in noted
-        place = f"id={script}-{mark} " if has_address else ""
-        indent = len(line) - len(line.lstrip(" "))
-        line = MARK.sub(rf'<a class=mark href="#{script}-\g<0>">\g<0></a>', line)
-        shown += f"<code {place}data-n={n + 1} style=--i:{indent}ch>{line}</code>"
-    return f"<div>{shown}</div>"
+def line_with(text, script, found, default=None):
+    """The first line of some runs, in train() or below, with the first name in a text's `code`."""
+    name = re.search(r"<code>\W*(\w+)|$", text)[1]
+    return next((n for run in found for n in run if name and n >= TRAIN[script].start
+                 and re.search(rf"\b{name}\b", TEXT[script][n])), default)
 
 
-def pair(old, new, own, others):
-    """Two scripts as rows of lines, in sections that open with the note of a step."""
-    blocks, begins, shown = [*diff(old, new)], {}, "<section><div>"
-    for n in reversed([n for equal, _, right in blocks if not equal for n in right]):
-        mark = MARKS[new][n]  # other READMEs have notes about marks that old lacks
-        begins[own.get(mark) or mark not in MARKS[old] and others.get(mark)] = n
-    notes = {n: note for note, n in begins.items() if note}
-    noted = [MARKS[new][n] for n in notes]
-    for equal, left, right in blocks:
-        starts = [k for k, n in enumerate(right) if k == 0 or equal or n in notes] or [0]
-        for k, end in zip(starts, [*starts[1:], None], strict=True):
-            for n in notes.keys() & right[k : k + 1]:
-                shown += f"</div></section><section class=step id={new}-{MARKS[new][n]}>"
-                shown += f"<aside><div>{notes[n]}</div></aside><div>"
-            part = side(old, left[k:end] if equal else left if k == 0 else [])
-            part += side(new, right[k:end], noted)
-            shown += f"<div class={'equal' if equal else 'changed'}>{part}</div>"
-    return shown + "</div></section>"
+def steps_of(old, new):
+    """The steps that new adds, in order. A note is above the run of lines that it names first."""
+    steps, readme = [], readmes[SCRIPTS[new].with_name("README.md")]
+    for mark, found in runs(old, new).items():
+        if note := readme.notes.get(mark) or mark not in MARKS[old] and others.get(mark):
+            named = line_with(note.texts[0], new, found)
+            most = max(found, key=lambda run: (run[0] in TRAIN[new], len(run)))
+            begin = next((run for run in found if named in run), most)[0]
+            steps.append(Step(mark, note, found, begin, mark in readme.notes))
+    return sorted(steps, key=lambda step: step.begin)
+
+
+def notes_of(new, step, look):
+    """By line: the note, and those of its texts that are about one line; others' are closed."""
+    texts, where = {step.begin: ""}, ", ".join(
+        f'<a href="#{new}-{run[0] + 1}">{run[0] + 1}</a>' for run in step.runs)
+    for text in step.note.texts:
+        own_line = step.own and text.startswith("<ul>")
+        n = line_with(text, new, step.runs, step.begin) if own_line else step.begin
+        texts[n] = texts.get(n, "") + text
+    title = f"<b>{step.note.title}</b>" + f" (a note of {step.note.page[:2]})" * (not step.own)
+    whole = (f"<details{' open' * step.own}><summary>{title}</summary>{texts.pop(step.begin)}<p "
+             f'class=soft>Lines of {new}: {where} · <a href="marks.html#{step.mark}">{step.mark} '
+             f"in all scripts</a></details>")
+    shown = {n: f"<aside class={look}><b>{step.mark}</b>{texts[n]}</aside>" for n in texts}
+    section = f'</section><section class=step id="{new}-{step.mark}">'
+    return shown | {step.begin: f"{section}<aside class={look}>{whole}</aside>"}
+
+
+def pair(old, new, steps):
+    """Two scripts as rows of lines; what is above train() and above the first note is folded."""
+    notes, looks, shown, look = {}, {}, [], ""
+    for k, step in enumerate(steps):
+        notes |= notes_of(new, step, f"t{k}")
+        looks |= {n: f"t{k}" for run in step.runs for n in run}
+    top = min([TRAIN[new].start, *notes])
+    end = next(n for n, (_, _, b) in enumerate(rows(old, new)) if (b or 0) >= top)
+    for equal, a, b in rows(old, new):
+        look = "" if equal else looks.get(b, look)
+        shown.append(notes.get(b, "") + row(old, new, equal, a, b, look))
+    fresh = sum(not equal and b is not None for equal, _, b in rows(old, new)[:end])
+    has_class = any(text.startswith("class ") for text in TEXT[new][:top])
+    what = "imports, options and the model" if has_class else "imports and options"
+    fold = (f"<details class=fold><summary>{top} lines: {what}; {fresh or 'none'} of them new "
+            f"(key o)</summary>{''.join(shown[:end])}</details>") * (end > 0)
+    return f"<main><section>{fold}{''.join(shown[end:])}</section></main>"
+
+
+def size(old, new):
+    more, less = [sum(not each[0] and each[side] is not None for each in rows(old, new))
+                  for side in (2, 1)]
+    return f"<b>+{more}</b> <i>−{less}</i> lines" if more or less else "the same train.py"
+
+
+def branch(script):
+    """A box of the map, with an arrow to each script that is based on it."""
+    path = SCRIPTS[script]
+    wants, adds = purposes[path.parent.name]
+    shown = "".join(f'<li><a class=arrow href="{name}.html">{size(script, name[3:])}</a>'
+                    f"{branch(name[3:])}" for name in TABS if name[:2] == script)
+    link = f'<a href="{address(path.with_name("README.md"))}">{str(path).split("/train")[0]}</a>'
+    return f"<div class=box>{link}<p>to {wants}<p class=soft>It adds {adds}.</div><ul>{shown}</ul>"
 
 
 def everywhere(mark):
-    """The lines with a mark in all scripts, which a click on it shows."""
-    shown = f"<section class=everywhere id={mark}><h2>{mark}</h2>"
+    """The note of a step, and its lines in all scripts."""
+    title, _, texts = others.get(mark, (mark, "", ()))
+    shown = f"<h2>{title}</h2>" + "".join(texts)
     for script in [script for script in SCRIPTS if mark in MARKS[script]]:
-        found = [CODE[script][n].strip() for n, each in enumerate(MARKS[script]) if each == mark]
-        place = f'href="{HOME[script]}#{script}-{mark}" target=_top'
-        shown += f"<h3><a {place}>{SCRIPTS[script]}</a></h3><pre>{'<br>'.join(found)}</pre>"
-    return shown + "</section>"
+        path, n = SCRIPTS[script], MARKS[script].index(mark)
+        lines = "".join(line(script, n) for run in runs("01", script).get(mark, [[n]]) for n in run)
+        shown += f'<h3><a href="{HOME[path]}#{script}-{n + 1}">{path}</a></h3>'
+        shown += f"<div class=lines>{lines}</div>"
+    return f'<section class=everywhere id="{mark}">{shown}</section>'
 
 
 def write(name, title, body):
@@ -196,23 +188,31 @@ def write(name, title, body):
 
 
 shutil.rmtree(SITE, ignore_errors=True)
-shutil.copytree(HERE, SITE, ignore=shutil.ignore_patterns("site", "*.html", "*.p*", "__*"))
-page, head, find = [Template((HERE / f"{name}.html").read_text("utf-8"))
-                    for name in ("page", "pair", "find")]
-tabs = "".join(f'<a href="{old}-{new}.html">{old} → {new}</a>' for old, new in TABS)
+shutil.copytree(HERE, SITE, ignore=shutil.ignore_patterns("site", "*.html", "*.[pt]*", "__*"))
+page, head, first, find = [Template((HERE / f"{name}.html").read_text("utf-8"))
+                           for name in ("page", "pair", "index", "find")]
+tabs = "".join(f'<a href="{name}.html">{words}</a>' for name, words in TABS.items())
 options = "".join(f"<option value={script}>{path}" for script, path in SCRIPTS.items())
 readmes = {path: Readme(path) for path in PAGES}
 others = {mark: note for readme in readmes.values() for mark, note in readme.notes.items()}
+purposes = {re.sub("<[^>]*>", "", folder): texts
+            for folder, *texts in readmes[Path("README.md")].tables[0][1]}
 for old, new in combinations(SCRIPTS, 2):
-    readme = readmes[SCRIPTS[new].with_name("README.md")]
+    readme, steps = readmes[SCRIPTS[new].with_name("README.md")], steps_of(old, new)
     left, right = [options.replace(f"={script}>", f"={script} selected>") for script in (old, new)]
+    title = f"{old} → {new}: {TABS.get(f'{old}-{new}', '')}".removesuffix(": ")
+    chips = ""
+    for k, step in enumerate(steps):
+        words = step.note.title.partition(": ")[2] if step.own or len(steps) < 7 else ""
+        chips += f'<a class="chip t{k}" href="#{new}-{step.mark}"><b>{step.mark}</b> {words}</a>'
     lead = readme.html.partition("<p>")[2].partition("</p>")[0]
-    body = head.substitute(left=left, right=right, lead=lead, page=address(readme.path))
-    write(f"{old}-{new}.html", f"{old} → {new}", body + pair(old, new, readme.notes, others))
-shutil.copy(SITE / "01-04.html", SITE / "index.html")
+    top = head.substitute(title=title, left=left, right=right, lead=lead, page=readme.page,
+                          size=size(old, new), chips=chips)
+    write(f"{old}-{new}.html", title, top + pair(old, new, steps))
+write("index.html", "The scripts", first.substitute(map=branch("01")))
 for path, readme in readmes.items():
-    write(address(path), path, f"<article>{readme.html}</article>")
-found = sorted({mark for script in MARKS for mark in MARKS[script] if mark})
-write("marks.html", "Marks", "".join(map(everywhere, found)))
-rows = "".join(row for readme in readmes.values() for row in readme.symptoms)
-write("find.html", "Find an error", find.substitute(rows=rows))
+    write(readme.page, path, f"<article>{readme.html}</article>")
+found = sorted({mark for marks in MARKS.values() for mark in marks if mark})
+write("marks.html", "A step in all scripts", "".join(map(everywhere, found)))
+symptom_rows = "".join(each for readme in readmes.values() for each in symptoms(readme.tables))
+write("find.html", "Find an error", find.substitute(rows=symptom_rows))

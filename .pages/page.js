@@ -1,23 +1,27 @@
-// Keys and buttons from step to step, "only changes", any two scripts, and the panel of a mark
+// The row of steps with its keys and buttons, folds, and any two scripts
 const all = (selector) => [...document.querySelectorAll(selector)];
-const [panel, frame, brief] = ["panel", "frame", "brief"].map((id) => document.getElementById(id));
-const steps = all(".step"), lines = all(".equal, .changed"), picks = all("select");
-const go = (by) => {
-  const here = steps.findIndex((step) => "#" + step.id === location.hash);
-  if (steps.length) location.replace("#" + steps[Math.min(Math.max(here + by, 0), steps.length - 1)].id);
+const chips = all(".chip"), picks = all("select"), bar = document.querySelector(".steps");
+function show() { // the step of the address: its note, and its lines
+  const target = document.getElementById(location.hash.slice(1)), look = target?.querySelector("aside")?.className;
+  for (const details of [target?.closest("details"), target?.querySelector("aside details")]) if (details) details.open = true;
+  if (bar) document.documentElement.style.setProperty("--top", bar.parentNode.offsetHeight + bar.offsetHeight + 8 + "px");
+  for (const each of all(".chip, .changed")) each.classList.toggle("on", !!look && each.classList.contains(look));
+  all(".chip.on")[0]?.scrollIntoView({ block: "nearest" });
+  target?.scrollIntoView();
+}
+const go = (by) => { // to the next step, or to the one before
+  const here = chips.findIndex((chip) => chip.matches(".on")), to = chips[Math.min(Math.max(here + by, 0), chips.length - 1)];
+  if (to) location.hash = to.hash;
 };
+const fold = () => all(".fold").forEach((each, _, [{ open }]) => each.open = !open);
+onhashchange = show;
 onkeydown = (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("textarea, select")) return;
-  ({ j: () => go(1), k: () => go(-1), Escape: () => panel.close() })[event.key]?.();
+  ({ j: () => go(1), k: () => go(-1), o: fold })[event.key]?.();
 };
-onclick = ({ target }) => {
-  ({ next: () => go(1), back: () => go(-1), close: () => panel.close() })[target.id]?.();
-  if (target.matches("a.mark")) panel.show(), frame.contentWindow.location.replace("marks.html#" + target.textContent);
-};
+onclick = ({ target }) => ({ next: () => go(1), back: () => go(-1) })[target.id]?.();
 onchange = ({ target }) => {
   const [a, b] = picks.map((pick) => pick.selectedIndex).sort((a, b) => a - b);
-  const far = (n) => target.checked && !lines.slice(Math.max(n - 3, 0), n + 4).some((line) => line.matches(".changed"));
-  if (target === brief) lines.forEach((line, n) => line.classList.toggle("far", far(n)));
-  else if (a < b) location = `${picks[0][a].value}-${picks[0][b].value}.html`;
+  if (picks.includes(target) && a < b) location = `${picks[0][a].value}-${picks[0][b].value}.html`;
 };
-if (self !== top) document.body.className = "framed";
+show();
