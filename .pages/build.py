@@ -157,7 +157,7 @@ def pair(old, new, steps):
 def size(old, new):
     more, less = [sum(not each[0] and each[side] is not None for each in rows(old, new))
                   for side in (2, 1)]
-    return f"<b>+{more}</b> <i>−{less}</i> lines" if more or less else "the same train.py"
+    return f"<b>+{more}</b> <i>−{less}</i> lines" if more or less else "same train.py"
 
 
 def branch(script):
