@@ -21,7 +21,8 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
-SITE, PICTURE = ROOT / ".pages/site", ROOT / ".pages/side_by_side.png"
+SITE = ROOT / ".pages/site"
+PICTURE, TEXT = [SITE.with_name(f"side_by_side.{kind}") for kind in ("png", "txt")]
 SHOWN = 'section[id="04-DDP-3"] :is(aside, [data-n])'  # the part of the page in the picture
 TEXTS = "all => all.map(({dataset, textContent}) => [dataset.n, textContent].join(' ')).join('\\n')"
 TINTED = """side => [...document.querySelectorAll(`.changed > code:${side}-child, .equal > code`)]
@@ -111,8 +112,8 @@ def check_tab(page, words, screenshots):
         strong = page.locator(".changed", has_text="sampler=train_sampler").locator("b")
         assert strong.all_text_contents() == ["shuffle", "True", "sampler", "train_sampler"]
         assert page.locator("aside").first.bounding_box()["y"] < 700
-        text = PICTURE.with_suffix(".txt").read_text()
-        assert page.locator(SHOWN).evaluate_all(TEXTS) == text, "renew it with --picture"
+        assert page.locator("aside + .changed", has_text="set_epoch").count()
+        assert page.locator(SHOWN).evaluate_all(TEXTS) == TEXT.read_text(), "renew it: --picture"
     assert page.evaluate("document.documentElement.scrollWidth") == width, name
     code, rows = page.locator("main [data-n]:visible"), page.locator(".equal, .changed")
     assert re.search("def train|# SLURM-1|# DDP-4", code.first.inner_text()), "starts with imports"
@@ -120,12 +121,11 @@ def check_tab(page, words, screenshots):
     assert width == 400 or wrapped < 0.08 * rows.count(), f"{name}: {wrapped} rows wrap"
     page.screenshot(path=screenshots / f"{name}-{width}.png", full_page=True)
     print(f"{name:8} {width:4}: {counts} lines, {len(notes)} notes, {wrapped} rows wrap")
-    folded = code.count()
+    folded, changed = code.count(), page.locator(".changed:visible").count()
     page.keyboard.press("o")
     assert code.count() > folded
     page.locator(".fold summary").click()
     assert code.count() == folded
-    changed = page.locator(".changed:visible").count()
     page.locator("#brief").check()
     assert page.locator(".equal:visible").count() <= git("-U1", old, new).count("\n ")
     assert page.locator(".changed:visible").count() == changed
@@ -138,7 +138,7 @@ def check_steps(page):
     for n, step in enumerate(ids):
         page.keyboard.press("j") if n % 2 else page.get_by_role("button", name="next step").click()
         page.wait_for_url(f"**#{step}")
-        assert step.endswith(page.locator(".chip.on b").inner_text())
+        page.locator(f'.chip.on[href="#{step}"]').wait_for()
         assert 0 < page.locator(":target summary").bounding_box()["y"] < 600
     page.keyboard.press("k")
     page.wait_for_url(f"**#{ids[max(len(ids) - 2, 0)]}" if ids else "**")
@@ -193,7 +193,7 @@ def main():
         if args.picture:
             page.goto(f"{SITE.as_uri()}/01-04.html#04-DDP-3")
             page.screenshot(path=PICTURE)
-            return PICTURE.with_suffix(".txt").write_text(page.locator(SHOWN).evaluate_all(TEXTS))
+            return TEXT.write_text(page.locator(SHOWN).evaluate_all(TEXTS))
         check_links()
         for width in (1400, 400):
             page.set_viewport_size({"width": width, "height": 900})
