@@ -155,7 +155,8 @@ def train(args):
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if rank == 0:
         own = sum(parameter.to_local().nbytes for parameter in model.parameters())
-        print(f"{parameters} parameters, {own} bytes of them on rank 0", flush=True)
+        trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        print(f"{parameters} parameters, {trained} trained, {own} bytes on rank 0", flush=True)
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
