@@ -8,7 +8,7 @@ from math import cos, pi
 import pytest
 import torch
 from helpers import (COPIES, ROOT, SEED, apply, copy_project, distance, equal, load, module,
-    order_of, run_ranks, without_batch_norm)
+    order_of, rate_factor, run_ranks, without_batch_norm)
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -161,7 +161,7 @@ script.warmup_then_decay = lambda *given: [
 
 def stopped_and_resumed(folder, name, changes, *options, ranks=2, averaged=True):
     """Ranks that accumulate train as one process does; also stopped, and resumed on one."""
-    project = patched(folder, name, AVERAGE + LANGUAGE + changes)
+    project = patched(folder, name, AVERAGE * averaged + LANGUAGE + changes)
 
     def learn(part, ranks, batch, accumulate, **given):
         (folder / part).mkdir(exist_ok=True)
@@ -235,6 +235,54 @@ def test_a_segmentation(tmp_path):
     found, right = [part[valid][:, None] == torch.arange(4) for part in (predicted, masks[72:])]
     shared, union = (found & right).sum(0), (found | right).sum(0)
     assert union[3] == 0 and printed[1].endswith(f" {(shared / union)[:3].mean():.4f}")
+
+
+def test_two_networks(tmp_path):
+    """They take the steps of a plain loop; three ranks have micro-batches of 7 and 3 images."""
+    changes = "torch.optim.AdamW = lambda weights, lr, betas: torch.optim.SGD(weights, lr, 0.5)"
+    options = ["--lr", 0.02, "--workers", 1, "--output", "last.pt"]
+    lines = stopped_and_resumed(tmp_path, "06_gan", changes, *options, averaged=False)
+    project = tmp_path / "a project"
+    lines += numbers(run_ranks("changed.py", 3, *GIVEN, *options, "--batch-size", 7,
+                               "--accumulate", 2, cwd=project, TRAIN_IMAGES=72))
+    script, data = module(project / "train.py"), module(project / "common/data.py")
+    data.TRAIN = 72
+    images, tests = [part.tensors[0] for part in data.load_mnist(None)]
+    entropy = torch.nn.functional.binary_cross_entropy_with_logits
+
+    def noise(seed, epoch, rows):
+        seeds = [hash((seed, epoch, row)) for row in rows]
+        return torch.stack([torch.randn(64, generator=torch.manual_seed(n)) for n in seeds])
+
+    def descend(net, rate, loss):
+        slopes = torch.autograd.grad(loss, [*net.parameters()])
+        for weight, slope in zip(net.parameters(), slopes, strict=True):
+            weight.speed = slope + 0.5 * getattr(weight, "speed", 0)
+            weight.data -= rate * weight.speed
+        return loss.item()
+
+    for batch, folders in ((16, ("one", "several", "stopped")), (42, (project.name,))):
+        torch.manual_seed(SEED)
+        net, judge = script.build_generator(), script.build_discriminator()
+        mean, steps, peak = {}, 2 * -(-72 // batch), 0.02 * (batch / 256) ** 0.5
+        for epoch in (1, 2):
+            losses = torch.zeros(2)
+            for number, rows in enumerate(torch.tensor(order_of(epoch, 72, 1)).split(batch)):
+                rate = peak * rate_factor((epoch - 1 + number * batch / 72) * steps / 2, steps)
+                given, real = noise(SEED, epoch, rows.tolist()), torch.ones(len(rows), 1)
+                losses[0] += len(rows) * descend(net, rate, entropy(judge(net(given)), real))
+                loss = entropy(judge(images[rows]), real) + entropy(judge(net(given)), 0 * real)
+                losses[1] += len(rows) * descend(judge, rate, loss)
+                mean = {n: 0.8 * mean.get(n, w) + 0.2 * w for n, w in net.state_dict().items()}
+            both = torch.cat([tests, torch.func.functional_call(net, mean, noise(0, 0, range(47)))])
+            gaps = (both[:, None] - both).flatten(2).norm(dim=2).view(2, 47, 2, 47).mean((1, 3))
+            found = [f"{number:.4f}" for number in (*losses / 72, 2 * gaps[0, 1] - gaps.trace())]
+            assert lines.pop(0).split()[3::2] == found  # both losses and the energy distance
+        for folder in folders:
+            saved = load(tmp_path / folder / "checkpoint.pt")["states"]
+            assert distance(saved["model"], net.state_dict()) < 1e-10
+            assert distance(saved["discriminator"], judge.state_dict()) < 1e-10
+            assert distance(load(tmp_path / folder / "best.pt"), mean) < 1e-10
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
