@@ -143,32 +143,6 @@ def test_a_divided_batch_or_model_computes_what_one_device_does(
 
 # fsdp.py: what its model may be
 
-ODD = """
-import fsdp
-import torch
-
-class Odd(fsdp.VisionTransformer):
-    def __init__(self, *given):
-        super().__init__(*given)
-        self.tied = torch.nn.Linear(16, 16, bias=False)
-        self.tied.weight = self.positions.weight
-        self.register_buffer("drawn", torch.randn(10), persistent=False)
-        self.register_buffer("number", torch.tensor(-1))
-
-    def forward(self, images):
-        assert torch.is_grad_enabled() == self.training
-        more = self.tied(images.flatten(1)[:, :16]).sum(1, keepdim=True)
-        return super().forward(images) * (1 + self.drawn * more / 99) * self.number
-
-if __name__ == "__main__":
-    score = fsdp.evaluate  # after which a copy may read the weights, to average them
-    fsdp.evaluate = lambda model, *given: [
-        score(model, *given), [each.full_tensor() for each in model.parameters()]][0]
-    fsdp.VisionTransformer, fsdp.MAX_GRAD_NORM = Odd, 0.7
-    fsdp.main()
-"""
-
-
 @pytest.mark.parametrize(("ranks", "shards"), [(2, 2), (4, 4), (4, 2)])
 def test_fsdp_begins_with_the_weights_of_one_process(ranks, shards, tmp_path):
     """Bit for bit: at a rate of 0 they stay as they are."""
@@ -181,19 +155,6 @@ def test_fsdp_begins_with_the_weights_of_one_process(ranks, shards, tmp_path):
     line = f"\n{count} parameters, {count} trained, {8 * count // 2} bytes on rank 0\n"
     assert line in f"\n{result.output}" or shards > 2, result
     assert bits(load(project / "mnist.pt")) == bits(dict(model.state_dict()))
-
-
-def test_fsdp_takes_tied_weights_and_any_buffer(tmp_path, monkeypatch):
-    """One that no file has, drawn in the constructor, and an integer that is -1."""
-    project = copy_project(tmp_path / "a project", "05_model_parallel/fsdp.py", small="data")
-    (project / "odd.py").write_text(ODD)
-    options = ["--batch-size", 12, *FSDP]
-    result = run_ranks("odd.py", 2, *GIVEN, *options, cwd=project)
-    monkeypatch.syspath_prepend(project)
-    torch.manual_seed(SEED)
-    net = module(project / "odd.py").Odd(16, 2)
-    lines = train_alone(net, module(project / "common/data.py"), 2, 12, **OF_FSDP)
-    check(result, lines, project / "mnist.pt", net.state_dict(), 1e-5)
 
 
 # The helpers of common/gather.py
