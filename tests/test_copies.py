@@ -1,5 +1,7 @@
 """The patches of copies/: what they compute on several processes is what they compute on one."""
 
+import copy
+import json
 import re
 import shutil
 import textwrap
@@ -159,21 +161,22 @@ script.warmup_then_decay = lambda *given: [
 """
 
 
-def stopped_and_resumed(folder, name, changes, *options, ranks=2, averaged=True):
-    """Ranks that accumulate train as one process does; also stopped, and resumed on one."""
+def stopped_and_resumed(folder, name, changes, *options, ranks=2, then=1, averaged=True, done=48,
+                        unit="--batch-size", sizes=((16, 1), (4, 2), (8, 2))):
+    """Ranks that accumulate train as one process does; also stopped, and resumed on others."""
     project = patched(folder, name, AVERAGE * averaged + LANGUAGE + changes)
 
-    def learn(part, ranks, batch, accumulate, **given):
+    def learn(part, ranks, size, **given):
         (folder / part).mkdir(exist_ok=True)
         return run_ranks(project / "changed.py", ranks, *GIVEN, *options, "--data-dir", folder,
-                         "--batch-size", batch, "--accumulate", accumulate, cwd=folder / part,
+                         unit, size[0], "--accumulate", size[1], cwd=folder / part,
                          TRAIN_IMAGES=72, **given)  # four steps and a half
 
-    printed = numbers(learn("one", 1, 16, 1))
-    assert len(printed) == 2 and numbers(learn("several", ranks, 4, 2)) == printed
-    stopped = learn("stopped", ranks, 4, 2, STOP=1)
-    assert "\nstopped at {'epoch': 2, 'done': 48, " in stopped.output
-    resumed = learn("stopped", 1, 8, 2)
+    printed = numbers(learn("one", 1, sizes[0]))
+    assert len(printed) == 2 and numbers(learn("several", ranks, sizes[1])) == printed
+    stopped = learn("stopped", ranks, sizes[1], STOP=1)
+    assert f"\nstopped at {{'epoch': 2, 'done': {done}, " in stopped.output
+    resumed = learn("stopped", then, sizes[2])
     assert "resuming from" in resumed.output
     assert numbers(resumed)[-1].split()[-1] == printed[1].split()[-1]  # perplexity, mIoU, ...
     one, rounding = folder / "one", 1e-5 if "fsdp" in name else 1e-10  # its loss is float32
@@ -283,6 +286,101 @@ def test_two_networks(tmp_path):
             assert distance(saved["model"], net.state_dict()) < 1e-10
             assert distance(saved["discriminator"], judge.state_dict()) < 1e-10
             assert distance(load(tmp_path / folder / "best.pt"), mean) < 1e-10
+
+
+def edits(one, other):
+    """The edit distance of two lists."""
+    if not one or not other:
+        return len(one + other)
+    return min(edits(one[1:], other) + 1, edits(one, other[1:]) + 1,
+               edits(one[1:], other[1:]) + (one[0] != other[0]))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_batches_by_a_budget(ranks, tmp_path):
+    """The steps are those of each utterance alone, without padding; another budget is rejected."""
+    torch.manual_seed(0)
+    said = [torch.randint(1, 5, (1 + n % 5,)) for n in range(99)]
+    pairs = [(3 * torch.eye(6)[each].repeat_interleave(2 + n % 4, 0) + 0.7 * torch.randn(6), each)
+             for n, each in enumerate(said)]
+    torch.save(pairs[:11], tmp_path / "test.pt")
+    torch.save(pairs[11:], tmp_path / "train.pt")
+    printed = stopped_and_resumed(
+        tmp_path, "06_ctc", "", "--lr", 0.1, ranks=ranks, then=5 - ranks, averaged=False, done=36,
+        unit="--frames", sizes=((20, 12), (20, 12 // ranks), (20, 12 // (5 - ranks))))
+    other = run_ranks("../a project/changed.py", 1, *GIVEN, "--lr", 0.1, "--data-dir", tmp_path,
+                      "--frames", 22, cwd=tmp_path / "one", code=1)  # as many batches, but others
+    assert re.search("ValueError: .* 20, 'utterances': 88}, not .* 22, 'utterances'", other.errors)
+    rest, batches = sorted(pairs[11:], key=lambda pair: len(pair[0])), []
+    while rest:  # the longest are longer than the budget
+        fit = [n for n, (frames, _) in enumerate(rest, start=1) if n * len(frames) <= 20]
+        batches.append([rest.pop(0) for _ in range(max(fit, default=1))])
+    torch.manual_seed(SEED)
+    net, saved = module(tmp_path / "a project/train.py").Recognizer(6, 5), {}
+    sgd = torch.optim.SGD(net.parameters(), momentum=0.9, nesterov=True)
+    ctc = torch.nn.CTCLoss(reduction="sum")
+    for epoch in (0, 1):
+        losses = []
+        for first in range(0, 54, 12):
+            step = sum([batches[n] for n in order_of(epoch + 1, 54, 1)[first : first + 12]], [])
+            losses += [ctc(net(x[:, None]), y, [len(x)], [len(y)]) for x, y in step]
+            (sum(losses[-len(step) :]) / sum(len(y) for _, y in step)).backward()
+            sgd.param_groups[0]["lr"] = 12**0.5 / 10 * rate_factor(5 * (epoch + first / 54), 10)
+            sgd.step()
+            sgd.zero_grad()
+        paths = [net(x[:, None]).argmax(2).unique_consecutive() for x, _ in pairs[:11]]
+        wrong = [edits(path[path > 0].tolist(), said[n].tolist()) for n, path in enumerate(paths)]
+        loss, rate = sum(losses) / len(torch.cat(said[11:])), sum(wrong) / len(torch.cat(said[:11]))
+        assert printed[epoch] == f"epoch {epoch + 1}/2  loss {loss:.4f}  error_rate {rate:.4f}"
+        saved.setdefault(rate, copy.deepcopy(net.state_dict()))
+    assert distance(net.state_dict(), tmp_path / "one/last.pt") < 1e-10
+    assert distance(saved[min(saved)], tmp_path / "one/best.pt") < 1e-10
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_lora_on_fsdp(ranks, tmp_path, monkeypatch):
+    """A weight is W + 2 B A. The files have A and B only, and no run resumes with another W."""
+    monkeypatch.setenv("TRAIN_IMAGES", "72")
+    torch.manual_seed(0)
+    net = module(ROOT / "05_model_parallel/fsdp.py").VisionTransformer(16, 2)
+    base, header, data = dict(net.state_dict()), {"__metadata__": {"format": "pt"}}, b""
+    for name, part in base.items():  # https://github.com/huggingface/safetensors
+        header[name] = {"dtype": "F64", "shape": part.shape, "data_offsets": [
+            len(data), len(data := data + part.numpy().tobytes())]}
+    path, header = tmp_path / "base.safetensors", json.dumps(header).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    options = ["--width", 16, "--depth", 2, "--lr", 4, "--output", "last.pt", "--best", "best.pt"]
+    hsdp = "script.sys.argv += ['--shards=2', '--batch-size=2'] * (os.environ['WORLD_SIZE'] == '4')"
+    stopped_and_resumed(tmp_path, "05_fsdp_lora", hsdp, *options, "--base", path, "--recompute",
+                        ranks=ranks, averaged=False)
+    torch.manual_seed(SEED)
+    script, one = module(tmp_path / "a project/fsdp.py"), tmp_path / "one"
+    script.add_adapters(whole := script.VisionTransformer(16, 2), amp=False)
+    low = {name: part for name, part in whole.named_parameters() if part.requires_grad}
+    matrices = [name for name, part in base.items() if "blocks" in name and part.ndim == 2]
+    triples = [*zip(matrices, [*low.values()][1::2], [*low.values()][::2], strict=True)]
+    assert not any(b.any() for _, b, _ in triples)
+    optimizer = torch.optim.SGD(low.values(), weight_decay=0.05)
+    train_set, _ = module(tmp_path / "a project/common/data.py").load_mnist(None)
+    for epoch, first in [(epoch, 16 * step) for epoch in (1, 2) for step in range(5)]:
+        images, labels = train_set[order_of(epoch, 72, 1)[first : first + 16]]
+        merged = base | {name: base[name] + 2 * b @ a for name, b, a in triples}
+        logits = torch.func.functional_call(net, merged, images)
+        torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1).backward()
+        optimizer.param_groups[0]["lr"] = rate_factor(5 * (epoch - 1 + first / 72), 10)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert distance(low, one / "last.pt") < 1e-5
+    saved = script.dcp.FileSystemReader(max(one.glob("checkpoint/*"))).read_metadata()
+    assert {name[12:] for name in saved.state_dict_metadata if "e.model." in name} == low.keys()
+    for weights, error in (({"head.bias": torch.ones(10)}, "Missing key"),
+                           (base | {"head.bias": torch.ones(10)}, r'"base": \d+, "alpha": 16}')):
+        torch.save(weights, tmp_path / "other.pt")
+        again = run_ranks(tmp_path / "a project/changed.py", 1, *GIVEN, *options, "--amp",
+                          "--base", tmp_path / "other.pt", cwd=one, code=1)
+        assert re.search(error, again.errors)
+    count = sum(part.numel() for part in low.values())  # in float64, the others in bfloat16
+    assert f" {count} trained, {8 * count + len(data) // 4} bytes" in again.output
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
