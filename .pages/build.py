@@ -96,7 +96,7 @@ def symptoms(tables):
     for place, (head, *found) in tables:
         if head[0] == "symptom":
             link = f'<a href="{place}">{place.partition(".")[0]}</a>'
-            yield from ("<p>".join(["<li>", *cells, link]) for cells in found)
+            yield from ("<li><p>" + "\n<p>".join([*cells, link]) for cells in found)
 
 
 def line_with(text, script, found, default=None):
