@@ -96,7 +96,7 @@ def selftest(args):
         return gradients[0], gradients[1]
 
     torch.compiler.reset()  # imports for seconds what DDP(...) would import under the time limit
-    run_check("join", me, args.timeout, join)
+    run_check("join: connect to all ranks, on free ports", me, args.timeout, join)
     for checked in dict.fromkeys((torch.device("cpu"), device)):
         for check in (all_reduce_sum, broadcast, all_gather_rows, reduce_scatter, ddp_step):
             title = f"{check.__name__.replace('_', ' ')} on {checked.type}"

@@ -56,7 +56,7 @@ def parse_args():
     add("--shards", type=int, default=world_size, help="ranks that share one copy of the model")
     add("--recompute", action="store_true", help="activation checkpointing: less memory, slower")
     add("--accumulate", type=int, default=1, help="micro-batches per step")  # DDP-7: larger batches
-    add("--workers", type=int, default=0, help="DataLoader workers per process")
+    add("--workers", type=int, default=0, help="DataLoader workers per process")  # CKPT-5: forked
     add("--save-every", type=int, default=100, help="steps per checkpoint")  # CKPT-1: when, where
     add("--checkpoint", type=Path, default="checkpoint", help="directory shared by all nodes")
     add("--best", type=Path, default="best.pt", help="path of the weights of the best epoch")
@@ -183,8 +183,9 @@ def train(args):
     for epoch in range(progress["epoch"], args.epochs + 1):  # CKPT-4: only what is left
         shard = rest_of_epoch(length, args.seed + epoch, progress["done"])
         train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options)
-        facts = all_gather(torch.tensor([len(train_loader), len(test_loader)], device=device))
-        if (facts != facts[0]).any():  # CKPT-5: or some would wait for votes of others
+        facts = [len(train_loader), len(test_loader)]  # CKPT-5: or some would wait for votes
+        facts = all_gather(torch.tensor(facts, device=device))
+        if (facts != facts[0]).any():
             raise ValueError(f"ranks differ in batches or test batches: {facts.tolist()}")
         model.train()
         title = f"epoch {epoch}/{args.epochs}"
@@ -212,9 +213,9 @@ def train(args):
             optimizer.step()
             optimizer.zero_grad()
             stop = next(vote)  # CKPT-5: all ranks stop after the same step
-            if stop or progress["done"] // global_batch % args.save_every == 0:
+            if stop or progress["done"] // global_batch % args.save_every == 0:  # CKPT-1: save
                 state.save()
-            if stop:
+            if stop:  # CKPT-5: after the save
                 bar.close()
                 return stopped()
         dist.all_reduce(total)  # DDP-5: sum over all ranks

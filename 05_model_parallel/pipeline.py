@@ -98,7 +98,7 @@ def train(args):
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     schedules = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
     schedule = schedules[args.schedule](stage, args.chunks, criterion)  # MP-3: averages them
-    lr = args.lr * (args.batch_size / 256) ** 0.5  # square-root rule: 04's README, Scaling
+    lr = args.lr * (args.batch_size / 256) ** 0.5  # square-root rule, arXiv:1705.08741
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
     scheduler = LambdaLR(optimizer, lambda step: warmup_then_decay(step, total_steps))

@@ -92,7 +92,7 @@ def train(args):
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    lr = args.lr * (args.batch_size / 256) ** 0.5  # square-root rule: 04's README, Scaling
+    lr = args.lr * (args.batch_size / 256) ** 0.5  # square-root rule, arXiv:1705.08741
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
     scheduler = LambdaLR(optimizer, lambda step: warmup_then_decay(step, total_steps))

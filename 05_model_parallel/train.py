@@ -103,7 +103,7 @@ def train(args):
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    global_batch = args.batch_size * world_size  # square-root rule: 04's README, Scaling
+    global_batch = args.batch_size * world_size  # square-root rule, arXiv:1705.08741
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)

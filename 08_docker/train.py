@@ -50,7 +50,7 @@ def parse_args():
     add("--compile", action="store_true", help="compile the model: slower start, faster steps")
     add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # DDP-2: small batches
     add("--accumulate", type=int, default=1, help="micro-batches per step")  # DDP-7: larger batches
-    add("--workers", type=int, default=0, help="DataLoader workers per process")
+    add("--workers", type=int, default=0, help="DataLoader workers per process")  # CKPT-5: forked
     add("--save-every", type=int, default=100, help="steps per checkpoint")  # CKPT-1: when, where
     add("--checkpoint", type=Path, default="checkpoint.pt", help="checkpoint path; one per run")
     add("--best", type=Path, default="best.pt", help="path of the weights of the best epoch")
@@ -127,10 +127,10 @@ def train(args):
     for epoch in range(progress["epoch"], args.epochs + 1):  # CKPT-4: only what is left
         shard = rest_of_epoch(length, args.seed + epoch, progress["done"])
         train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options)
-        sum_of_weights = sum(part.detach().double().sum().item() for part in net.parameters())
-        facts = [len(train_loader), len(test_loader), sum_of_weights]
+        facts = [len(train_loader), len(test_loader)]  # CKPT-5: or some would wait for votes
+        facts += [sum(part.detach().double().sum().item() for part in net.parameters())]
         facts = all_gather(torch.tensor(facts, dtype=torch.float64, device=device))
-        if (facts != facts[0]).any():  # CKPT-5: or some would wait for votes of others
+        if (facts != facts[0]).any():
             raise ValueError(f"ranks differ in batches, test batches or weights: {facts.tolist()}")
         net.train()
         title = f"epoch {epoch}/{args.epochs}"
@@ -160,9 +160,9 @@ def train(args):
             optimizer.step()
             optimizer.zero_grad()
             stop = next(vote)  # CKPT-5: all ranks stop after the same step
-            if stop or progress["done"] // global_batch % args.save_every == 0:
+            if stop or progress["done"] // global_batch % args.save_every == 0:  # CKPT-1: save
                 save()
-            if stop:
+            if stop:  # CKPT-5: after the save
                 bar.close()
                 return stopped()
         dist.all_reduce(total)  # DDP-5: sum over all ranks
