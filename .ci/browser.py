@@ -99,7 +99,7 @@ def check_tab(page, words, screenshots):
     counts = [int(n) for n in (git("--numstat", old, new) or "0 0").split()[:2]]
     assert [page.evaluate(TINTED, side) for side in ("last", "first")] == counts, name
     assert words == ("+{} −{} lines".format(*counts) if any(counts) else "same train.py"), name
-    notes = page.locator(".step aside").evaluate_all(NOTES)
+    notes = page.locator("main aside").evaluate_all(NOTES)
     for title, texts in sections(old, new):
         mine = [note["text"] for note in notes if note["text"].startswith(title.split(":")[0])]
         missing = [text for text in [title, *texts] if text not in "".join(mine)]

@@ -121,7 +121,8 @@ def steps_of(old, new):
 def notes_of(new, step, look):
     """By line: the note, and those of its texts that are about one line; others' are closed."""
     texts, where = {step.begin: ""}, ", ".join(
-        f'<a href="#{new}-{run[0] + 1}">{run[0] + 1}</a>' for run in step.runs)
+        f'<a href="#{new}-{run[0] + 1}">{run[0] + 1}{f"–{run[-1] + 1}" * (len(run) > 1)}</a>'
+        for run in step.runs)
     for text in step.note.texts:
         own_line = step.own and text.startswith("<ul>")
         n = line_with(text, new, step.runs, step.begin) if own_line else step.begin
@@ -144,7 +145,7 @@ def pair(old, new, steps):
     top = min([TRAIN[new].start, *notes])
     end = next(n for n, (_, _, b) in enumerate(rows(old, new)) if (b or 0) >= top)
     for equal, a, b in rows(old, new):
-        look = "" if equal else looks.get(b, look)
+        look = "" if equal or b is None and MARKS[old][a] in MARKS[new] else looks.get(b, look)
         shown.append(notes.get(b, "") + row(old, new, equal, a, b, look))
     fresh = sum(not equal and b is not None for equal, _, b in rows(old, new)[:end])
     has_class = any(text.startswith("class ") for text in TEXT[new][:top])
@@ -162,8 +163,7 @@ def size(old, new):
 
 def branch(script):
     """A box of the map, with an arrow to each script that is based on it."""
-    path = SCRIPTS[script]
-    wants, adds = purposes[path.parent.name]
+    path, (wants, adds) = SCRIPTS[script], purposes[SCRIPTS[script].parent.name]
     shown = "".join(f'<li><a class=arrow href="{name}.html">{size(script, name[3:])}</a>'
                     f"{branch(name[3:])}" for name in TABS if name[:2] == script)
     link = f'<a href="{address(path.with_name("README.md"))}">{str(path).split("/train")[0]}</a>'
@@ -204,10 +204,11 @@ for old, new in combinations(SCRIPTS, 2):
     chips = ""
     for k, step in enumerate(steps):
         words = step.note.title.partition(": ")[2] if step.own or len(steps) < 7 else ""
-        chips += f'<a class="chip t{k}" href="#{new}-{step.mark}"><b>{step.mark}</b> {words}</a>'
+        link = f'<a class="chip t{k}" href="#{new}-{step.mark}"><b>{step.mark}</b>'
+        chips += f"{link} <span>{words}</span></a>"
     lead = readme.html.partition("<p>")[2].partition("</p>")[0]
-    top = head.substitute(title=title, left=left, right=right, lead=lead, page=readme.page,
-                          size=size(old, new), chips=chips)
+    top = head.substitute(title=title, left=left, right=right, lead=lead, page=readme.page, old=old,
+                          new=new, size=size(old, new), chips=chips)
     write(f"{old}-{new}.html", title, top + pair(old, new, steps))
 write("index.html", "The scripts", first.substitute(map=branch("01")))
 for path, readme in readmes.items():

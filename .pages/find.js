@@ -21,7 +21,7 @@ function quoted(texts, { textContent, previousSibling, nextSibling }) { // a who
   return texts;
 }
 
-const search = (text, texts) => texts.filter(({ needs }) => needs.every((each) => each.test(clean(log.value))))
+const search = (text, texts, whole) => texts.filter(({ needs }) => needs.every((each) => each.test(whole)))
   .flatMap(({ patterns }) => patterns.find(({ regexp }) => regexp.test(text)) ?? [])
   .map(({ size, regexp }) => ({ size, at: text.search(regexp) }));
 const rows = Array.from(list.children, (row) => [row, [...row.firstChild.querySelectorAll("code")].reduce(quoted, [])]);
@@ -29,7 +29,7 @@ log.oninput = () => {
   const text = clean(log.value), without = text.replace(NO_CAUSE, (line) => " ".repeat(line.length)), hits = [];
   const errors = without.trim() ? without : text; // only warnings
   for (const [row, texts] of rows) {
-    const causes = search(errors, texts), all = causes.length ? causes : search(text, texts);
+    const causes = search(errors, texts, text), all = causes.length ? causes : search(text, texts, text);
     const line = text.slice(0, Math.min(...all.map(({ at }) => at))).split("\n").length;
     const size = all.reduce((sum, each) => sum + each.size, 0);
     if (size) hits.push({ row, line, size, rank: causes.length ? POINTS_UP.test(row.textContent) + row.textContent.includes("One of: ") / 2 : 2 });

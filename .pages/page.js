@@ -2,9 +2,10 @@
 const all = (selector) => [...document.querySelectorAll(selector)];
 const chips = all(".chip"), picks = all("select"), bar = document.querySelector(".steps");
 function show() { // the step of the address: its note, and its lines
-  const target = document.getElementById(location.hash.slice(1)), look = target?.querySelector("aside")?.className;
+  const target = document.getElementById(location.hash.slice(1));
+  const look = (target?.closest(".changed") ?? target?.querySelector("aside"))?.className.match(/t\d/)?.[0];
   for (const details of [target?.closest("details"), target?.querySelector("aside details")]) if (details) details.open = true;
-  if (bar) document.documentElement.style.setProperty("--top", bar.parentNode.offsetHeight + bar.offsetHeight + 8 + "px");
+  if (bar) document.documentElement.style.setProperty("--top", Math.max(bar.parentNode.offsetHeight, bar.offsetHeight) + "px");
   for (const each of all(".chip, .changed")) each.classList.toggle("on", !!look && each.classList.contains(look));
   all(".chip.on")[0]?.scrollIntoView({ block: "nearest" });
   target?.scrollIntoView();
@@ -14,7 +15,6 @@ const go = (by) => { // to the next step, or to the one before
   if (to) location.hash = to.hash;
 };
 const fold = () => all(".fold").forEach((each, _, [{ open }]) => each.open = !open);
-onhashchange = show;
 onkeydown = (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("textarea, select")) return;
   ({ j: () => go(1), k: () => go(-1), o: fold })[event.key]?.();
@@ -24,4 +24,4 @@ onchange = ({ target }) => {
   const [a, b] = picks.map((pick) => pick.selectedIndex).sort((a, b) => a - b);
   if (picks.includes(target) && a < b) location = `${picks[0][a].value}-${picks[0][b].value}.html`;
 };
-show();
+(onhashchange = show)();

@@ -85,7 +85,10 @@ def ddp_step():
     172 44 blue | rank 1,/slower | 0 24 forward:/layers 1-6 | 24 41 backward:/layers 5, 6
         | 41 58 backward:/layers 3, 4 | 58 75 backward:/layers 1, 2 | 87 99 optimizer/step;
     172 44 wait | | 75 87 wait for/network""")
-    parts.append(text(at(35), 87, "gradients", "soft", "end"))
+    same = "equal weights, its own images"
+    parts += [text(at(35), 87, "gradients", "soft", "end"), text(LEFT, 9, same, "soft"),
+              text(LEFT, 226, same, "soft"),
+              text(RIGHT, 9, "same step: equal weights again", "soft", "end")]
     for fast, slow in ((34, 41), (48, 58), (62, 75)):  # when they are ready on rank 0, on rank 1
         parts += [line("grey", (at(fast), 65), (at(slow) + 2, 101), end=True),
                   line("grey", (at(slow) + 2, 171), (at(slow) + 2, 135), end=True)]

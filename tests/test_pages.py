@@ -209,7 +209,7 @@ def test_scripts_and_torchrun_have_the_options_shown(path):
 NOT_RUN = "|".join((  # by the next test, as a command
     r"pip install|pytest|ruff|shellcheck", "pkill|pgrep|py-spy|python tests/",  # is for CI or you
     r"10\.0\.0\.1|/shared/|cuda:0,cuda:1",  # needs a second machine, or GPUs
-    r"--compile|^code |^vimdiff ",  # needs a compiler or an editor
+    r"--compile|^code ",  # needs a compiler or an editor
     "sbatch|salloc|srun|scontrol|scancel|sinfo|docker",  # needs Slurm or a container engine
 ))
 
