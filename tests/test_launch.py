@@ -45,66 +45,6 @@ def test_run_sh_starts(folder, settings, threads, launch, tmp_path):
     assert result.output == f"{launcher} {limit} {threads} {arguments} --lr a b\n", result
 
 
-@pytest.mark.parametrize(("gpus", "settings", "options", "launch"), [
-    ([], {}, "", "--standalone --local-addr=127.0.0.1 --nproc-per-node=2 --max-restarts=3"),
-    (["nvidia-smi"], {}, "--gpus=all ",
-     "--standalone --local-addr=127.0.0.1 --nproc-per-node=gpu --max-restarts=3"),
-    (["nvidia-smi"], STATIC, "--gpus=all ",
-     f"--nnodes=2 --node-rank=1 --nproc-per-node=gpu {MASTER}"),
-], ids=["one", "gpus", "two machines"])
-def test_docker_runs(gpus, settings, options, launch, tmp_path):
-    fake = {"docker": 'echo "$*"', "id": "echo 7", **dict.fromkeys(gpus, "")}
-    folder = ROOT / "08_docker"
-    path = tools(tmp_path / "fake", bare=True, **fake)
-    result = run(["bash", folder / "run.sh", "--amp"], tmp_path, PATH=path, **settings)
-    build, start = result.output.splitlines()
-    assert build == f"build --tag mnist-ddp --file {folder}/Dockerfile {folder}/.."
-    network = "--env GLOO_SOCKET_IFNAME --env NCCL_SOCKET_IFNAME --network=host "
-    engine = f"run --rm --init --stop-timeout=120 --shm-size=1g {options}--env OMP_NUM_THREADS "
-    engine += f"{network if settings else ''}--user 7:7 --volume {tmp_path}:/work mnist-ddp"
-    assert start == f"{engine} torchrun {launch} /app/train.py --amp"
-
-
-def test_06_needs_a_name_for_a_run_of_several_machines(tmp_path):
-    """A second run at the same endpoint would join one of the same name."""
-    path = tools(tmp_path / "fake", bare=True, torchrun="echo started", getconf="echo 1")
-    script = ROOT / "06_checkpointing/run.sh"
-    result = run(["bash", script], tmp_path, PATH=path, RDZV_ENDPOINT="h:29400")
-    assert result.code and not result.output, result
-    assert "RDZV_ID: a name of this run, the same on all machines" in result.errors
-
-
-SLURM = {"SLURM_JOB_ID": 9, "SLURM_JOB_NUM_NODES": 2, "SLURM_CPUS_PER_TASK": 4,
-         "SLURM_JOB_NODELIST": "h[1-2]"}
-ELEMENT = {"SLURM_ARRAY_JOB_ID": 7, "SLURM_ARRAY_TASK_ID": 2}
-FILES = "--seed 2 --checkpoint run2.pt --best best2.pt --output last2.pt"
-GIVE_UP = "not requeued: submit the same command again\n"
-
-
-@pytest.mark.parametrize(("settings", "printed", "state", "requeue", "log"), [
-    (SLURM, "stopped at 1", "echo RUNNING", "", "requeueing job 9\nasked requeue 9\n"),
-    (SLURM | ELEMENT, "stopped at 1", "echo RUNNING", "",
-     "requeueing job 7_2\nasked requeue 7_2\n"),
-    (SLURM, "epoch 1", "echo RUNNING", "", ""),  # it has ended by itself
-    (SLURM, "stopped at 1", "echo COMPLETING", "", ""),  # cancelled, or requeued by Slurm
-    (SLURM, "stopped at 1", "exit 1", "", GIVE_UP),  # no answer
-    (SLURM, "stopped at 1", "echo RUNNING", "exit 1",  # sbatch --no-requeue
-     f"requeueing job 9\nasked requeue 9\n{GIVE_UP}"),
-], ids=["requeued", "element", "ended", "cancelled", "no answer", "rejected"])
-def test_07_requeues_what_was_stopped(settings, printed, state, requeue, log, tmp_path):
-    """Any script that prints it; the exit code is srun's. slow/test_slurm.py has a real Slurm."""
-    fake = {"srun": f'echo "$*"; echo "{printed}"; exit 3', "squeue": state}
-    fake["scontrol"] = f'case $1 in show) echo h1; echo h2 ;; *) echo "asked $*"; {requeue} ;; esac'
-    result = run(["bash", ROOT / "07_slurm/run.sh", "--epochs", 5], tmp_path,
-                 PATH=tools(tmp_path / "fake", **fake), **settings)
-    launch, rest = result.output.split("\n", 1)
-    assert launch == (
-        "--kill-on-bad-exit=1 --cpus-per-task=4 torchrun --nnodes=2 --nproc-per-node=gpu "
-        "--rdzv-backend=c10d --rdzv-id=9 --rdzv-endpoint=h1:10009 07_slurm/train.py --epochs 5"
-        f"{f' {FILES}' if 'SLURM_ARRAY_JOB_ID' in settings else ''}")
-    assert rest == f"{printed}\n{log}" and result.code == 3, result
-
-
 # Options that would cost a run are errors at its start
 
 WRONG = {
@@ -159,15 +99,6 @@ def test_without_a_launcher_a_script_says_so(script, monkeypatch, capsys):
     assert "start it with torchrun" in error_of(script, "", monkeypatch, capsys)
 
 
-@pytest.mark.parametrize(("script", "ranks", "code", "error"), [
-    ("pipeline", 3, 2, "the network has 2 stages: start 2 processes, not 3"),
-    ("fsdp", 1, 1, "FileExistsError")])  # its checkpoint is a file
-def test_05_needs_a_process_for_each_stage_and_a_folder(script, ranks, code, error, tmp_path):
-    (tmp_path / "checkpoint").touch()
-    result = run_ranks(ROOT / f"05_model_parallel/{script}.py", ranks, cwd=tmp_path, code=code)
-    assert error in result.errors and not result.output
-
-
 # What the options turn on
 
 TWO = [(FOLDERS[1], ["--nprocs", 2]), (FOLDERS[2], ["-n", 1, "-g", 2]), (FOLDERS[3], []),
@@ -198,16 +129,6 @@ def test_random_numbers_differ_between_ranks_and_options_are_for_the_training(
                        *options, *more, cwd=project, SCRIPT="train", FLOAT32=1, TEST_THREADS=7)
     seeds = {"01": [7], "06": None}.get(folder[:2], [7, 8])  # 06 has others in each step
     check_reports(result.output, options, seeds, threads=3 if "spawn" in folder else 1)
-
-
-@pytest.mark.parametrize(("folder", "more"), TWO)
-def test_sync_bn_converts_the_network(folder, more, tmp_path):
-    """Which torch rejects on the CPU."""
-    files = [f"{folder}/train.py", "tests/small/started.py"]
-    project = copy_project(tmp_path / "project", *files, small="data")
-    result = run_ranks("started.py", 1 if more else 2, "--sync-bn", *more, cwd=project, code=1,
-                       SCRIPT="train")
-    assert "SyncBatchNorm layers only work with GPU modules" in result.errors, result
 
 
 @pytest.mark.parametrize("folder", FOLDERS[1:3])

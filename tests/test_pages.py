@@ -1,12 +1,14 @@
 """The pages are true: links, marks, options, what they show of the code; and their commands run."""
 
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
 
 import pytest
-from helpers import COPIES, FOLDERS, ROOT, copy_repository, free_port, module, run, run_ranks
+from helpers import (COPIES, FOLDERS, ROOT, TORCHRUN, copy_project, copy_repository, free_port,
+    module, run, run_ranks)
 from torch.distributed.run import get_args_parser
 
 MAIN = ROOT / "README.md"
@@ -233,21 +235,41 @@ def test_every_command_runs(path, tmp_path):
 # Programs
 
 
-@pytest.mark.parametrize("folder", ["02_ddp_spawn", "04_ddp_torchrun"])
-def test_the_smallest_form_prints_what_is_shown(folder, tmp_path):
-    text = sections(ROOT / folder / "README.md")["The smallest form"]
+@pytest.mark.parametrize(("page", "section"), [
+    ("02_ddp_spawn", "The smallest form"), ("04_ddp_torchrun", "The smallest form"),
+    ("tests/copies", "Collectives as a program")])
+def test_a_program_prints_what_is_shown(page, section, tmp_path):
+    text = sections(ROOT / page / "README.md")[section]
     [program], [shown] = blocks(text, "python"), blocks(text, "text")
     (tmp_path / "small.py").write_text(program.replace("29500", str(free_port())))
-    if folder.startswith("02"):
+    if page.startswith("02"):
         result = run([sys.executable, "small.py"], tmp_path)
     else:
         result = run_ranks("small.py", 2, cwd=tmp_path)
-    assert sorted(result.output.splitlines()) == shown.splitlines(), result
+    assert sorted(result.output.splitlines()) == sorted(shown.splitlines()), result
 
 
-def test_the_collectives_print_what_is_shown(tmp_path):
-    text = sections(COPIES / "README.md")["Collectives as a program"]
-    [program], [printed] = blocks(text, "python"), blocks(text, "text")
-    (tmp_path / "program.py").write_text(program + "dist.destroy_process_group()\n")
-    result = run_ranks("program.py", 2, cwd=tmp_path)
-    assert sorted(result.output.splitlines()) == sorted(printed.splitlines())
+@pytest.mark.slow
+def test_the_memory_of_one_rank(tmp_path):
+    """05 shows what the program prints, and real jobs on the CPU need the same within 10 %."""
+    text = sections(COPIES / "README.md")["The memory of one rank, without a GPU"]
+    [program] = blocks(text, "python")
+    copy_project(tmp_path, "05_model_parallel")
+    (tmp_path / "large.py").write_text(program)
+    small = program.replace("4096, 4096, 32, 32000", "256, 512, 8, 2000")
+    (tmp_path / "memory.py").write_text(small)
+    shutil.copy(ROOT / "tests/small/resident.py", tmp_path)
+
+    def peaks(*command, **settings):
+        result = run(command, tmp_path, OMP_NUM_THREADS=1, CUDA_VISIBLE_DEVICES="", **settings)
+        return [float(peak) for peak in re.findall(r"peak (.*) GB", result.output)]
+
+    for row in rows(sections(ROOT / "05_model_parallel/README.md")["Does it fit"]):
+        if "peak" in row:
+            way = row["`memory.py`"].strip("`").split()
+            assert peaks(sys.executable, "large.py", *way) == [float(row["peak"])]
+    exact = {"MALLOC_MMAP_THRESHOLD_": 65536, "MALLOC_ARENA_MAX": 1, "MALLOC_TRIM_THRESHOLD_": 0}
+    for way, n in (("ddp", 2), ("fsdp", 2), ("fsdp", 4)):
+        real = peaks(*TORCHRUN, f"--nproc-per-node={n}", "resident.py", way, **exact)
+        [computed] = peaks(sys.executable, "memory.py", way, "--ranks", n)
+        assert len(real) == n and all(abs(each / computed - 1) < 0.1 for each in real), real

@@ -1,16 +1,19 @@
 """03 and 04 on two separate hosts, which have names and addresses of their own."""
 
 import re
+import subprocess
 import time
 
 import pytest
-from helpers import Running, copy_project, distance, free_port, run_ranks
-from hosts import ADDRESSES
+from helpers import ROOT, Running, copy_project, distance, free_port, run_ranks
+from hosts import ADDRESSES, Hosts, require
 
 TORCHRUN = ["torchrun", "--nnodes=2", "--nproc-per-node={nproc}"]
 STATIC = [*TORCHRUN, "--node-rank={rank}", "--master-addr={address}", "--master-port={port}"]
 C10D = [*TORCHRUN, "--rdzv-backend=c10d", "--rdzv-endpoint={address}:{port}"]
 SELFTEST = "{project}/04/selftest.py"
+RULES = "'-i lo' '-m state --state ESTABLISHED' '-p tcp --dport 20000:20100'"
+FIREWALL = f"iptables -P INPUT DROP; for r in {RULES}; do iptables -A INPUT $r -j ACCEPT; done"
 RUN_SH = [["bash", "{project}/03/run.sh", "-g", "2,1"], ["bash", "{project}/04/run.sh"]]
 
 
@@ -77,5 +80,26 @@ def test_selftest(job):
         assert re.search(ok, printed, re.M), printed
         hosts_of_ranks = re.findall(r"^rank \d on (h\d): cpu, gloo, world size 3$", printed, re.M)
         assert sorted(hosts_of_ranks) == ["h0", "h0", "h1"], printed
-    symptom = "^FAILED: join: rank .*connectFullMesh failed"
+    symptom = "^FAILED: join: .* connectFullMesh failed"
     assert re.search(symptom, failing.finish(code=1)[1], re.M)
+
+
+def test_behind_a_firewall(tmp_path):
+    """The self-test and 06 with the command of 04's page; without it the self-test fails."""
+    require("iptables", "sysctl")
+    hosts = Hosts(tmp_path)  # of its own
+    for folder in ("04_ddp_torchrun", "06_checkpointing"):
+        copy_project(tmp_path / folder[:2], folder, small="data")
+    page = (ROOT / "04_ddp_torchrun/README.md").read_text()
+    open_ports = re.search(r"^sudo (sysctl .*=.*)$", page, re.M)[1]
+    for setup, command, text in (
+            (FIREWALL, [SELFTEST, "--timeout=20"], "FAILED: join: connect to all ranks, on free"),
+            (open_ports, [SELFTEST], "OK: all checks passed on 3 ranks"),
+            ("", ["{project}/06/train.py"], "epoch 1/1  loss ")):
+        setup = ["bash", "-euc", f"PATH=$PATH:/usr/sbin:/sbin\n{setup}"]
+        for host in ADDRESSES:
+            subprocess.run(hosts.on(host, tmp_path, *setup), check=True)
+        each = Job(hosts, tmp_path, *STATIC, *command)
+        each.port = 20000
+        assert text in each.start_both().finish(code=int("FAILED" in text))[1]
+    hosts.end()
