@@ -103,7 +103,7 @@ def line_with(text, script, found, default=None):
     """The first line of some runs, in train() or below, with the first name in a text's `code`."""
     name = re.search(r"<code>\W*(\w+)|$", text)[1]
     return next((n for run in found for n in run if name and n >= TRAIN[script].start
-                 and re.search(rf"\b{name}\b", TEXT[script][n])), default)
+                 and re.search(rf"\b{name}\b", TEXT[script][n].split("# ")[0])), default)
 
 
 def steps_of(old, new):

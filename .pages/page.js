@@ -19,9 +19,10 @@ onkeydown = (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("textarea, select")) return;
   ({ j: () => go(1), k: () => go(-1), o: fold })[event.key]?.();
 };
-onclick = ({ target }) => ({ next: () => go(1), back: () => go(-1) })[target.id]?.();
+onclick = ({ target }) => ({ next: () => go(1), back: () => go(-1) })[target.closest("button")?.id]?.();
 onchange = ({ target }) => {
   const [a, b] = picks.map((pick) => pick.selectedIndex).sort((a, b) => a - b);
   if (picks.includes(target) && a < b) location = `${picks[0][a].value}-${picks[0][b].value}.html`;
 };
+onpageshow = () => picks.forEach((pick) => pick.value = pick.querySelector("[selected]").value);
 (onhashchange = show)();

@@ -10,7 +10,7 @@
 #SBATCH --time=01:00:00 # EDIT
 #SBATCH --requeue
 #SBATCH --signal=TERM@120 # seconds before the time limit: save, requeue
-# module load python; . .venv/bin/activate  # EDIT
+# module load python; . .venv/bin/activate # EDIT, and delete the first #
 set -eu -o pipefail
 job=$SLURM_JOB_ID
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then # sbatch --array=1-3: three runs

@@ -228,7 +228,7 @@ def load_checkpoint(path, stateful, progress, fingerprint, group):  # CKPT-3: ra
         if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip():
             raise ValueError(f"{path} is damaged")  # torch.load ignores the checksums
         state, shapes = [torch.load(path, where, weights_only=True) for where in ("cpu", "meta")]
-    shared = [shapes]  # the tensors follow one by one, to be in memory once, not three times
+    shared = [shapes]  # the tensors follow one by one, to be in memory once, not several times
     dist.broadcast_object_list(shared, group=group)
     state = state or shared[0]
     if state and state.get("fingerprint") != fingerprint:
