@@ -17,7 +17,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *ROOT.glob("0[1-6]*/README.md")]
 QUOTED = r"(?:(\S+): )?`([^`]+)`(?: \(not in (.*?)\))?"  # by whom, a text, releases without
-VARIES = r"\.{3}|…|NCCL WARN|['\"\d:]+|\b(?:FOLDER|HOST|PATH)\b"  # between the pieces of a text that a program prints
+VARIES = r"\.{3}|…|NCCL WARN|['\"\d:]+|\b(?:FOLDER|HOST|PATH)\b"  # between pieces of a text
+OTHERS = re.compile(r"^(?!$|NCCL|Gloo|c10d|fsdp|pipeline|self-test)")  # programs without torch
 
 
 def main():
@@ -30,9 +31,9 @@ def main():
         area = section.splitlines()[0]
         symptoms = "\n".join(re.findall(r"^\| (.*?) \| ", section, re.M))
         for program, text, absent in re.findall(QUOTED, symptoms):
-            if len(text) < 8 or re.search(r"^--|\.(py|sh)$", text):
-                continue  # an option, a file
-            if program in ("", "NCCL", "Gloo", "c10d", "fsdp", "pipeline", "self-test") and (torch.version.cuda or "NCCL" not in area + program):
+            if len(text) < 8 or re.search(r"^--|\.(py|sh)$", text) or OTHERS.search(program):
+                continue  # an option, a file, or not torch's
+            if torch.version.cuda or "NCCL" not in area + program:
                 pieces[text] = [each.strip() for each in re.split(VARIES, text)]
                 expected[text] = release not in absent.split(", ")
     libraries = [*folder.glob("lib/*.so"), *folder.parent.glob("nvidia/nccl/lib/libnccl.so.2")]

@@ -6,12 +6,13 @@ import time
 
 import pytest
 from helpers import ROOT, Running, copy_project, distance, free_port, run_ranks
-from hosts import ADDRESSES, Hosts, require
+from hosts import ADDRESSES, PATH, Hosts, require
 
 TORCHRUN = ["torchrun", "--nnodes=2", "--nproc-per-node={nproc}"]
 STATIC = [*TORCHRUN, "--node-rank={rank}", "--master-addr={address}", "--master-port={port}"]
 C10D = [*TORCHRUN, "--rdzv-backend=c10d", "--rdzv-endpoint={address}:{port}"]
 SELFTEST = "{project}/04/selftest.py"
+ADMIN = {"PATH": PATH}
 RULES = "'-i lo' '-m state --state ESTABLISHED' '-p tcp --dport 20000:20100'"
 FIREWALL = f"iptables -P INPUT DROP; for r in {RULES}; do iptables -A INPUT $r -j ACCEPT; done"
 RUN_SH = [["bash", "{project}/03/run.sh", "-g", "2,1"], ["bash", "{project}/04/run.sh"]]
@@ -96,9 +97,8 @@ def test_behind_a_firewall(tmp_path):
             (FIREWALL, [SELFTEST, "--timeout=20"], "FAILED: join: connect to all ranks, on free"),
             (open_ports, [SELFTEST], "OK: all checks passed on 3 ranks"),
             ("", ["{project}/06/train.py"], "epoch 1/1  loss ")):
-        setup = ["bash", "-euc", f"PATH=$PATH:/usr/sbin:/sbin\n{setup}"]
         for host in ADDRESSES:
-            subprocess.run(hosts.on(host, tmp_path, *setup), check=True)
+            subprocess.run(hosts.on(host, tmp_path, "bash", "-euc", setup), check=True, env=ADMIN)
         each = Job(hosts, tmp_path, *STATIC, *command)
         each.port = 20000
         assert text in each.start_both().finish(code=int("FAILED" in text))[1]
