@@ -256,8 +256,7 @@ def test_the_memory_of_one_rank(tmp_path):
     [program] = blocks(text, "python")
     copy_project(tmp_path, "05_model_parallel")
     (tmp_path / "large.py").write_text(program)
-    small = program.replace("4096, 4096, 32, 32000", "256, 512, 8, 2000")
-    (tmp_path / "memory.py").write_text(small)
+    (tmp_path / "memory.py").write_text(program.replace("4096, 4096, 32, 32000", "256,512,8,2000"))
     shutil.copy(ROOT / "tests/small/resident.py", tmp_path)
 
     def peaks(*command, **settings):
