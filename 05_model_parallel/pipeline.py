@@ -152,7 +152,7 @@ def evaluate(model, test_loader, device):
         hidden = torch.empty(len(images), 16 * 14 * 14, device=device)
         if rank == 0:
             hidden = model(images.to(device))
-        dist.broadcast(hidden, src=0)  # MP-2: to the other stage, as send and recv
+        dist.broadcast(hidden, src=0)  # MP-2: to the other stage
         if rank == 1:
             correct += (model(hidden).argmax(1) == labels.to(device)).sum()
     dist.all_reduce(correct)  # MP-5: 0 on rank 0

@@ -1,4 +1,4 @@
-"""03 and 04 on two separate hosts, which have names and addresses of their own."""
+"""03, 04 and 06 on two separate hosts, which have names and addresses of their own."""
 
 import re
 import subprocess
@@ -88,7 +88,7 @@ def test_selftest(job):
 def test_behind_a_firewall(tmp_path):
     """The self-test and 06 with the command of 04's page; without it the self-test fails."""
     require("iptables", "sysctl")
-    hosts = Hosts(tmp_path)  # of its own
+    hosts = Hosts(tmp_path)  # of its own; it ends with this process
     for folder in ("04_ddp_torchrun", "06_checkpointing"):
         copy_project(tmp_path / folder[:2], folder, small="data")
     page = (ROOT / "04_ddp_torchrun/README.md").read_text()
@@ -102,4 +102,3 @@ def test_behind_a_firewall(tmp_path):
         each = Job(hosts, tmp_path, *STATIC, *command)
         each.port = 20000
         assert text in each.start_both().finish(code=int("FAILED" in text))[1]
-    hosts.end()
