@@ -91,6 +91,7 @@ def train(args):
             scheduler.step()
             optimizer.zero_grad()
         loss = (total[0] / total[1]).item()  # waits for the GPU
+        assert abs(loss) < float("inf"), f"{title}: the loss is {loss}"  # before it is saved
         seconds = time.perf_counter() - start
         accuracy = evaluate(net, test_loader, device)
         print(f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  "

@@ -7,15 +7,14 @@ import argparse
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import shutil
-import signal
 import sys
 import time
+import zlib
 from pathlib import Path
 
-LAUNCHER = os.getppid()  # CKPT-5: early, as torchrun may be killed while torch is imported
+LAUNCHER = os.getppid()  # CKPT-1: here, as torchrun may be killed while torch is imported
 
 import torch
 import torch.distributed as dist
@@ -34,8 +33,6 @@ from common.data import load_mnist
 from common.gather import all_gather, gather_in_order
 
 MAX_GRAD_NORM = 1.0
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # CKPT-5: torchrun forwards them
-received = []  # those that this process has got
 
 
 def parse_args():
@@ -56,7 +53,7 @@ def parse_args():
     add("--shards", type=int, default=world_size, help="ranks that share one copy of the model")
     add("--recompute", action="store_true", help="activation checkpointing: less memory, slower")
     add("--accumulate", type=int, default=1, help="micro-batches per step")  # DDP-7: larger batches
-    add("--workers", type=int, default=0, help="DataLoader workers per process")  # CKPT-5: forked
+    add("--workers", type=int, default=0, help="DataLoader workers per process")
     add("--save-every", type=int, default=100, help="steps per checkpoint")  # CKPT-1: when, where
     add("--checkpoint", type=Path, default="checkpoint", help="directory shared by all nodes")
     add("--best", type=Path, default="best.pt", help="path of the weights of the best epoch")
@@ -121,15 +118,12 @@ def train(args):
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    cpu_group = dist.new_group(backend="gloo")  # CKPT-3: for CPU tensors; NCCL takes those of GPUs
     torch.manual_seed(args.seed)
 
     # 2. Data
     train_set, test_set = load_mnist(args.data_dir, local_rank == 0)  # DDP-3: one downloads it
-    length = len(train_set)  # CKPT-4: what progress counts, and global_batch
-    options = {"pin_memory": device.type == "cuda"}
-    options |= {"num_workers": args.workers,  # CKPT-5: forked, they inherit a block of signals
-                "multiprocessing_context": "fork" if args.workers else None}
+    length = len(train_set)  # CKPT-4: progress counts images
+    options = {"pin_memory": device.type == "cuda", "num_workers": args.workers}
     test_sampler = DistributedSampler(test_set, shuffle=False)
     test_loader = DataLoader(test_set, args.batch_size, sampler=test_sampler, **options)
 
@@ -153,50 +147,48 @@ def train(args):
         dist.broadcast(buffer, src=0)
     del whole
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if rank == 0:
         own = sum(parameter.to_local().nbytes for parameter in model.parameters())
-        trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-        print(f"{parameters} parameters, {trained} trained, {own} bytes on rank 0", flush=True)
+        count = sum(parameter.numel() for parameter in trained)
+        print(f"{parameters} parameters, {count} trained, {own} bytes on rank 0", flush=True)
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     global_batch = args.batch_size * args.accumulate * world_size  # DDP-7: images per step
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.05)
-    total_steps = args.epochs * math.ceil(length / global_batch)  # CKPT-4: on any number of ranks
+    total_steps = args.epochs * math.ceil(length / global_batch)  # CKPT-4: there is no loader yet
     peaks = [group["lr"] for group in optimizer.param_groups]
     progress = {"epoch": 1, "done": 0, "best": -math.inf}  # CKPT-1: add your own numbers
-    fingerprint = {"length": length, "seed": args.seed, "lr": args.lr,  # CKPT-3: must match
+    fingerprint = {"length": length, "seed": args.seed, "lr": args.lr,  # CKPT-3: as in the file
                    "parameters": parameters}
+    decisive = [args.epochs, args.batch_size, args.accumulate, args.save_every, fingerprint]
+    check_equal("options", zlib.crc32(str(decisive).encode()), device)  # CKPT-5: as on all ranks
     state = State(args.checkpoint, model, optimizer, progress, fingerprint)  # FSDP-4: saves
-    state.load(cpu_group)
-    for number in STOP_SIGNALS:  # CKPT-5: from here on they no longer end the process
-        signal.signal(number, lambda signum, _: received.append(signum))
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a worker inherits the block
-    vote = stop_votes(cpu_group)
-
-    def stopped():  # CKPT-5: log that it was
-        if rank == 0:
-            print(f"stopped at {progress}; rerun the same command to resume", flush=True)
+    state.load()
+    check_equal("progress in --checkpoint", progress["epoch"] * length + progress["done"], device)
 
     # 5. Train and evaluate
     for epoch in range(progress["epoch"], args.epochs + 1):  # CKPT-4: only what is left
         shard = rest_of_epoch(length, args.seed + epoch, progress["done"])
-        train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options)
-        facts = [len(train_loader), len(test_loader)]  # CKPT-5: or some would wait for votes
-        facts = all_gather(torch.tensor(facts, device=device))
-        if (facts != facts[0]).any():
-            raise ValueError(f"ranks differ in batches or test batches: {facts.tolist()}")
+        seeds = torch.Generator().manual_seed(hash((args.seed, epoch, progress["done"], rank)))
+        train_loader = DataLoader(train_set, args.batch_size, sampler=shard, generator=seeds,
+                                  **options)  # seeds: of the workers
+        for loader in (train_loader, test_loader):  # or some ranks would wait for others
+            check_equal("batches", len(loader), device)
         model.train()
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
-        torch.manual_seed(hash((args.seed, epoch, progress["done"], rank)))  # CKPT-4: for workers
         # DDP-4: one bar, of rank 0; None: on a terminal only
         bar = iter(tqdm(train_loader, title, leave=False, disable=rank > 0 or None))  # DDP-7: once
-        while micro_batches := list(itertools.islice(bar, args.accumulate)):  # one step
-            images_in_step = sum(len(batch[1]) for batch in micro_batches)  # or batch["labels"]
+        while True:  # one step
             torch.manual_seed(hash((args.seed, epoch, progress["done"], rank)))  # CKPT-4: dropout
+            micro_batches = list(itertools.islice(bar, args.accumulate))
+            if not micro_batches:  # DDP-7: the end of the epoch
+                break
+            images_in_step = sum(len(batch[1]) for batch in micro_batches)  # or batch["labels"]
             for number, batch in enumerate(micro_batches, start=1):
                 images, labels = [part.to(device, non_blocking=True) for part in batch]
                 model.set_requires_gradient_sync(number == len(micro_batches))  # DDP-7: only once
@@ -204,7 +196,7 @@ def train(args):
                 (loss * (len(labels) / images_in_step)).backward()  # reduce-scatters the gradients
                 total[0] += loss.detach() * len(labels)
                 total[1] += len(labels)
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).full_tensor()
             passes = epoch - 1 + progress["done"] / length  # CKPT-4: through the data
             factor = warmup_then_decay(total_steps * passes / args.epochs, total_steps)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -212,22 +204,21 @@ def train(args):
             progress["done"] = min(progress["done"] + global_batch, length)
             optimizer.step()
             optimizer.zero_grad()
-            stop = next(vote)  # CKPT-5: all ranks stop after the same step
-            if stop or progress["done"] // global_batch % args.save_every == 0:  # CKPT-1: save
+            due = progress["done"] // global_batch % args.save_every == 0  # CKPT-1: save
+            if due or progress["done"] == length:  # or the evaluation is next
+                check_equal("gradients", norm, device, 1e-6)  # CKPT-5: before a save
+                check_equal("weights", nn.utils.get_total_norm(trained).full_tensor(), device, 1e-3)
                 state.save()
-            if stop:  # CKPT-5: after the save
-                bar.close()
-                return stopped()
+                if rank == 0:  # CKPT-1: log it, with the loss of this rank
+                    tqdm.write(f"{title}  {progress['done'] / length:.0%}  "
+                               f"loss {total[0] / total[1]:.4f}  rate {factor * peaks[0]:.3g}")
         dist.all_reduce(total)  # DDP-5: sum over all ranks
-        loss = f"{total[0] / total[1]:.4f}" if total[1] else "-"  # CKPT-5: it was only evaluated
+        loss = f"{total[0] / total[1]:.4f}" if total[1] else "-"  # CKPT-1: if no step was left
         seconds = time.perf_counter() - start
-        state.save()  # CKPT-1: evaluation may take long
-        accuracy = evaluate(model, test_loader, device, vote)
-        if accuracy is None:  # CKPT-5: stopped in the evaluation
-            return stopped()
+        accuracy = evaluate(model, test_loader, device)
         memory = f"  {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if backend == "nccl" else ""
         if rank == 0:  # DDP-4: log on rank 0 only
-            print(f"{title}  loss {loss}  accuracy {accuracy:.4f}  "  # CKPT-5: -, if only evaluated
+            print(f"{title}  loss {loss}  accuracy {accuracy:.4f}  "  # CKPT-1: loss may be -
                   f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s{memory}", flush=True)
         if accuracy > progress["best"]:  # CKPT-1: on all ranks, as they all have the same
             progress["best"] = accuracy
@@ -240,13 +231,11 @@ def train(args):
 
 
 @torch.no_grad()
-def evaluate(model, test_loader, device, vote):  # CKPT-5: can be stopped
+def evaluate(model, test_loader, device):
     """Return the fraction of the test set that the network classifies correctly."""
     model.eval()
     correct = []
     for images, labels in test_loader:
-        if next(vote):  # CKPT-5: all ranks ask as often, as they have as many batches
-            return None
         correct.append(model(images.to(device)).argmax(1) == labels.to(device))
     model.reshard()  # FSDP-2: frees the root's own layers, which only a backward would do
     correct = gather_in_order(torch.cat(correct), len(test_loader.dataset))  # DDP-5: of all ranks
@@ -277,7 +266,7 @@ class State:  # FSDP-4: in shards, in place of one file
     """What a resumed run needs. DCP writes each rank's shards, and loads them on any number."""
     def __init__(self, folder, model, optimizer, progress, fingerprint):
         self.folder, self.model, self.optimizer = folder, model, optimizer
-        self.progress, self.fingerprint, self.newest = progress, fingerprint, None
+        self.progress, self.fingerprint = progress, json.dumps(fingerprint)  # tuples become lists
 
     def state_dict(self):
         weights, of_optimizer = dcp_state.get_state_dict(self.model, self.optimizer)
@@ -286,49 +275,44 @@ class State:  # FSDP-4: in shards, in place of one file
             if stepped and parameter.requires_grad and name not in stepped:
                 raise ValueError(f"{name} has had no gradient: use or freeze it, or no run resumes")
         return {"model": weights, "optimizer": of_optimizer,  # JSON: DCP loads only keys that exist
-                "progress": json.dumps(self.progress), "fingerprint": json.dumps(self.fingerprint)}
+                "progress": json.dumps(self.progress), "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state):
-        if json.loads(state["fingerprint"]) != self.fingerprint:
+        if state["fingerprint"] != self.fingerprint:
             raise ValueError(f"{self.folder} has {state['fingerprint']}, not {self.fingerprint}")
         dcp_state.set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
                                  optim_state_dict=state["optimizer"])
         self.progress.update(json.loads(state["progress"]))
 
     def save(self):
-        """Save from all ranks, unless it is the newest already, and keep the newest two."""
+        """Save from all ranks, and keep the newest two."""
+        if os.getppid() != LAUNCHER:  # a new run may be using the folder
+            raise RuntimeError("torchrun was killed, and its processes end, too")
         path = self.folder / "epoch-{epoch:08}-done-{done:012}".format(**self.progress)
-        if path == self.newest:
-            return
         dcp.save({"state": self}, checkpoint_id=path)
         if not (path / ".metadata").exists():  # which rank 0 has written
             raise ValueError(f"{path} is not on a disk that all nodes share")
-        self.newest = path
         if dist.get_rank() == 0:
             kept = {each.parent for each in sorted(self.folder.glob("epoch-*/.metadata"))[-2:]}
             for older in {each for each in self.folder.glob("epoch-*") if each < path} - kept:
                 shutil.rmtree(older, ignore_errors=True)  # also what is incomplete
 
-    def load(self, group):
+    def load(self):
         """Load the newest complete checkpoint, if there is one, on all ranks."""
         complete = [sorted(self.folder.glob("epoch-*/.metadata"))]  # written after the shards
-        dist.broadcast_object_list(complete, group=group)  # as rank 0 sees the disk
+        dist.broadcast_object_list(complete)  # as rank 0 sees the disk
         if complete[0]:
-            self.newest = complete[0][-1].parent
+            newest = complete[0][-1].parent
             if dist.get_rank() == 0:
-                print(f"resuming from {self.newest}", flush=True)
-            dcp.load({"state": self}, checkpoint_id=self.newest)
+                print(f"resuming from {newest}", flush=True)
+            dcp.load({"state": self}, checkpoint_id=newest)
 
 
-def stop_votes(group):  # CKPT-5: a signal reaches the ranks at different moments
-    """Yield the result of the vote before: whether a rank got one, or lost its launcher."""
-    stop = False
-    while True:
-        flag = torch.tensor(len(received) + (os.getppid() != LAUNCHER))
-        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group, async_op=True)
-        yield stop
-        work.wait()
-        stop = flag.item() > 0
+def check_equal(name, value, device, tolerance=0):  # CKPT-5: all ranks compare
+    """Raise ValueError if the ranks have different values, or one that is not finite."""
+    values = all_gather(torch.tensor(float(value), dtype=torch.float64, device=device))
+    if not (values.isfinite() & values.isclose(values[0], rtol=tolerance, atol=0)).all():
+        raise ValueError(f"{name} of the ranks differ, or are not finite: {values.tolist()}")
 
 
 def warmup_then_decay(step, total_steps):
@@ -337,14 +321,7 @@ def warmup_then_decay(step, total_steps):
 
 
 def main():
-    try:  # CKPT-5: leave no worker behind
-        train(parse_args())
-    finally:  # CKPT-5: after an error the exit would wait for workers, which block SIGTERM
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a worker dies
-        for worker in multiprocessing.active_children():
-            worker.kill()
-    for number in STOP_SIGNALS:  # a second signal must not end the process while it exits
-        signal.signal(number, signal.SIG_IGN)
+    train(parse_args())
     time.sleep(0.1)  # DTensor keeps Gloo's threads: let them finish, or one may abort the exit
     dist.destroy_process_group()  # DDP-1: only now, when train() has freed the model
 

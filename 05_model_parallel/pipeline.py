@@ -128,6 +128,7 @@ def train(args):
             optimizer.zero_grad()
         dist.all_reduce(total)  # 0 on rank 0
         loss = (total[0] / total[1]).item()  # waits for the GPU
+        assert abs(loss) < float("inf"), f"{title}: the loss is {loss}"  # before it is saved
         seconds = time.perf_counter() - start
         accuracy = evaluate(model, test_loader, device)
         if rank == 0:  # log on rank 0 only

@@ -9,6 +9,5 @@ set -eu
 NPROC=${NPROC:-2}
 cores=$(getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + NPROC - 1) / NPROC))} # threads per process
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 # seconds for fsdp.py to save, from torch 2.12 on
 exec torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node="$NPROC" \
   "$(dirname "$0")/${SCRIPT:-train.py}" "$@"

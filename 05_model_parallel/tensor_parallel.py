@@ -115,6 +115,7 @@ def train(args):
             scheduler.step()
             optimizer.zero_grad()
         loss = (total[0] / total[1]).item()  # waits for the GPU
+        assert abs(loss) < float("inf"), f"{title}: the loss is {loss}"  # before it is saved
         seconds = time.perf_counter() - start
         accuracy = evaluate(model, test_loader, device)
         if rank == 0:  # log on rank 0 only

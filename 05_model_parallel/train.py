@@ -130,6 +130,7 @@ def train(args):
             optimizer.zero_grad()
         dist.all_reduce(total)  # sum over all ranks
         loss = (total[0] / total[1]).item()  # waits for the GPU
+        assert abs(loss) < float("inf"), f"{title}: the loss is {loss}"  # before it is saved
         seconds = time.perf_counter() - start
         accuracy = evaluate(net, test_loader, first, second)
         if rank == 0:  # log on rank 0 only

@@ -11,7 +11,6 @@ if [ "$NPROC" != gpu ]; then # on GPUs torchrun's one thread per process is enou
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + NPROC - 1) / NPROC))}
 fi
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or restarted processes may find old addresses
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120   # seconds to save after a signal, from torch 2.12 on
 
 if [ -z "${RDZV_ENDPOINT:-}" ] && [ "${NNODES:-1}" = 1 ]; then
   exec torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node="$NPROC" --max-restarts=3 \

@@ -7,15 +7,14 @@ import argparse
 import contextlib
 import itertools
 import math
-import multiprocessing
 import os
-import signal
 import sys
 import time
 import zipfile
+import zlib
 from pathlib import Path
 
-LAUNCHER = os.getppid()  # CKPT-5: early, as torchrun may be killed while torch is imported
+LAUNCHER = os.getppid()  # CKPT-1: here, as torchrun may be killed while torch is imported
 
 import torch
 import torch.distributed as dist
@@ -31,8 +30,6 @@ from common.gather import all_gather, gather_in_order
 from common.model import ConvNet
 
 MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # CKPT-5: torchrun forwards them
-received = []  # those that this process has got
 
 
 def parse_args():
@@ -50,7 +47,7 @@ def parse_args():
     add("--compile", action="store_true", help="compile the model: slower start, faster steps")
     add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # DDP-2: small batches
     add("--accumulate", type=int, default=1, help="micro-batches per step")  # DDP-7: larger batches
-    add("--workers", type=int, default=0, help="DataLoader workers per process")  # CKPT-5: forked
+    add("--workers", type=int, default=0, help="DataLoader workers per process")
     add("--save-every", type=int, default=100, help="steps per checkpoint")  # CKPT-1: when, where
     add("--checkpoint", type=Path, default="checkpoint.pt", help="checkpoint path; one per run")
     add("--best", type=Path, default="best.pt", help="path of the weights of the best epoch")
@@ -64,7 +61,7 @@ def parse_args():
         parser.error("--output, --checkpoint and --best must be three different files")
     if os.environ["RANK"] == "0":  # DDP-4: only rank 0 saves
         for file in files:  # CKPT-1: each in its folder
-            file.parent.mkdir(parents=True, exist_ok=True)
+            file.resolve().parent.mkdir(parents=True, exist_ok=True)
     return args
 
 
@@ -77,15 +74,12 @@ def train(args):
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    cpu_group = dist.new_group(backend="gloo")  # CKPT-3: for CPU tensors; NCCL takes those of GPUs
     torch.manual_seed(args.seed)
 
     # 2. Data
     train_set, test_set = load_mnist(args.data_dir, local_rank == 0)  # DDP-3: one downloads it
-    length = len(train_set)  # CKPT-4: what progress counts, and global_batch
-    options = {"pin_memory": device.type == "cuda"}
-    options |= {"num_workers": args.workers,  # CKPT-5: forked, they inherit a block of signals
-                "multiprocessing_context": "fork" if args.workers else None}
+    length = len(train_set)  # CKPT-4: progress counts images
+    options = {"pin_memory": device.type == "cuda", "num_workers": args.workers}
     test_sampler = DistributedSampler(test_set, shuffle=False)
     test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
@@ -102,46 +96,44 @@ def train(args):
     global_batch = args.batch_size * args.accumulate * world_size  # DDP-7: images per step
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
-    total_steps = args.epochs * math.ceil(length / global_batch)  # CKPT-4: on any number of ranks
+    total_steps = args.epochs * math.ceil(length / global_batch)  # CKPT-4: there is no loader yet
     peaks = [group["lr"] for group in optimizer.param_groups]
     progress = {"epoch": 1, "done": 0, "best": -math.inf}  # CKPT-1: add your own numbers
     stateful = {"model": net, "optimizer": optimizer}  # add an EMA, a GradScaler
-    fingerprint = {"length": length, "seed": args.seed, "lr": args.lr}  # CKPT-3: must match
-    load_checkpoint(args.checkpoint, stateful, progress, fingerprint, cpu_group)
-    for number in STOP_SIGNALS:  # CKPT-5: from here on they no longer end the process
-        signal.signal(number, lambda signum, _: received.append(signum))
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a worker inherits the block
-    vote = stop_votes(cpu_group)
+    fingerprint = {"length": length, "seed": args.seed, "lr": args.lr}  # CKPT-3: as in the file
+    decisive = [args.epochs, args.batch_size, args.accumulate, args.save_every, fingerprint]
+    check_equal("options", zlib.crc32(str(decisive).encode()), device)  # CKPT-5: as on all ranks
+    load_checkpoint(args.checkpoint, stateful, progress, fingerprint)
+    check_equal("progress in --checkpoint", progress["epoch"] * length + progress["done"], device)
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    check_equal("weights", nn.utils.get_total_norm(trained), device, 1e-6)
 
     def save():  # CKPT-1: on rank 0; DDP keeps the weights of the others equal
+        if os.getppid() != LAUNCHER:  # a new run may be using the file
+            raise RuntimeError("torchrun was killed, and its processes end, too")
         if rank == 0:
-            states = {name: each.state_dict() for name, each in stateful.items()}
-            save_file({"fingerprint": fingerprint, "progress": progress, "states": states},
-                      args.checkpoint)
-
-    def stopped():  # CKPT-5: log that it was
-        if rank == 0:
-            print(f"stopped at {progress}; rerun the same command to resume", flush=True)
+            state = {name: each.state_dict() for name, each in stateful.items()}
+            save_file(state | {"progress": progress, "fingerprint": fingerprint}, args.checkpoint)
 
     # 5. Train and evaluate
     for epoch in range(progress["epoch"], args.epochs + 1):  # CKPT-4: only what is left
         shard = rest_of_epoch(length, args.seed + epoch, progress["done"])
-        train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options)
-        facts = [len(train_loader), len(test_loader)]  # CKPT-5: or some would wait for votes
-        facts += [sum(part.detach().double().sum().item() for part in net.parameters())]
-        facts = all_gather(torch.tensor(facts, dtype=torch.float64, device=device))
-        if (facts != facts[0]).any():
-            raise ValueError(f"ranks differ in batches, test batches or weights: {facts.tolist()}")
+        seeds = torch.Generator().manual_seed(hash((args.seed, epoch, progress["done"], rank)))
+        train_loader = DataLoader(train_set, args.batch_size, sampler=shard, generator=seeds,
+                                  **options)  # seeds: of the workers
+        check_equal("batches", len(train_loader), device)  # or some ranks would wait for others
         net.train()
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
-        torch.manual_seed(hash((args.seed, epoch, progress["done"], rank)))  # CKPT-4: for workers
         # DDP-4: one bar, of rank 0; None: on a terminal only
         bar = iter(tqdm(train_loader, title, leave=False, disable=rank > 0 or None))  # DDP-7: once
-        while micro_batches := list(itertools.islice(bar, args.accumulate)):  # one step
-            images_in_step = sum(len(batch[1]) for batch in micro_batches)  # or batch["labels"]
+        while True:  # one step
             torch.manual_seed(hash((args.seed, epoch, progress["done"], rank)))  # CKPT-4: dropout
+            micro_batches = list(itertools.islice(bar, args.accumulate))
+            if not micro_batches:  # DDP-7: the end of the epoch
+                break
+            images_in_step = sum(len(batch[1]) for batch in micro_batches)  # or batch["labels"]
             for number, batch in enumerate(micro_batches, start=1):
                 images, labels = [part.to(device, non_blocking=True) for part in batch]
                 is_last = number == len(micro_batches)  # DDP-7: average the gradients once per step
@@ -151,7 +143,7 @@ def train(args):
                     (loss * (len(labels) / images_in_step)).backward()  # DDP-7: a weighted mean
                 total[0] += loss.detach() * len(labels)
                 total[1] += len(labels)
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)  # CKPT-5: compared
             passes = epoch - 1 + progress["done"] / length  # CKPT-4: through the data
             factor = warmup_then_decay(total_steps * passes / args.epochs, total_steps)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -159,21 +151,20 @@ def train(args):
             progress["done"] = min(progress["done"] + global_batch, length)
             optimizer.step()
             optimizer.zero_grad()
-            stop = next(vote)  # CKPT-5: all ranks stop after the same step
-            if stop or progress["done"] // global_batch % args.save_every == 0:  # CKPT-1: save
+            due = progress["done"] // global_batch % args.save_every == 0  # CKPT-1: save
+            if due or progress["done"] == length:  # or the evaluation is next
+                check_equal("gradients", norm, device, 1e-6)  # CKPT-5: before a save
+                check_equal("weights", nn.utils.get_total_norm(trained), device, 1e-3)
                 save()
-            if stop:  # CKPT-5: after the save
-                bar.close()
-                return stopped()
+                if rank == 0:  # CKPT-1: log it, with the loss of this rank
+                    tqdm.write(f"{title}  {progress['done'] / length:.0%}  "
+                               f"loss {total[0] / total[1]:.4f}  rate {factor * peaks[0]:.3g}")
         dist.all_reduce(total)  # DDP-5: sum over all ranks
-        loss = f"{total[0] / total[1]:.4f}" if total[1] else "-"  # CKPT-5: it was only evaluated
+        loss = f"{total[0] / total[1]:.4f}" if total[1] else "-"  # CKPT-1: if no step was left
         seconds = time.perf_counter() - start
-        save()  # CKPT-1: evaluation may take long
-        accuracy = evaluate(net, test_loader, device, vote)
-        if accuracy is None:  # CKPT-5: stopped in the evaluation
-            return stopped()
+        accuracy = evaluate(net, test_loader, device)
         if rank == 0:  # DDP-4: log on rank 0 only
-            print(f"{title}  loss {loss}  accuracy {accuracy:.4f}  "  # CKPT-5: -, if only evaluated
+            print(f"{title}  loss {loss}  accuracy {accuracy:.4f}  "  # CKPT-1: loss may be -
                   f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s", flush=True)
         if accuracy > progress["best"]:  # CKPT-1: on all ranks, as they all have the same
             progress["best"] = accuracy
@@ -188,15 +179,13 @@ def train(args):
 
 
 @torch.no_grad()
-def evaluate(net, test_loader, device, vote):  # CKPT-5: can be stopped
+def evaluate(net, test_loader, device):
     """Return the fraction of the test set that the network classifies correctly."""
     for buffer in net.buffers():  # DDP-5: copy rank 0's BatchNorm statistics to all ranks
         dist.broadcast(buffer, src=0)
     net.eval()
     correct = []
     for images, labels in test_loader:
-        if next(vote):  # CKPT-5: all ranks ask as often, as they have as many batches
-            return None
         correct.append(net(images.to(device)).argmax(1) == labels.to(device))
     correct = gather_in_order(torch.cat(correct), len(test_loader.dataset))  # DDP-5: of all ranks
     return correct.sum().item() / len(correct)
@@ -217,51 +206,31 @@ def save_file(content, path):  # CKPT-2: a kill leaves no half file
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
-    torch.load(f"{path}.tmp", "cpu", mmap=True, weights_only=True)  # what it rejects fails now
+    torch.load(f"{path}.tmp", "cpu", mmap=True, weights_only=True)  # what this rejects fails now
     os.replace(f"{path}.tmp", path)
 
 
-def load_checkpoint(path, stateful, progress, fingerprint, group):  # CKPT-3: rank 0 reads, all load
+def load_checkpoint(path, stateful, progress, fingerprint):  # CKPT-3: all ranks read the file
     """Load it, if it exists. ValueError: damaged, or of another run; UnpicklingError: has code."""
-    state = shapes = None
-    if dist.get_rank() == 0 and path.exists():
-        if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip():
-            raise ValueError(f"{path} is damaged")  # torch.load ignores the checksums
-        state, shapes = [torch.load(path, where, weights_only=True) for where in ("cpu", "meta")]
-    shared = [shapes]  # the tensors follow one by one, to be in memory once, not several times
-    dist.broadcast_object_list(shared, group=group)
-    state = state or shared[0]
-    if state and state.get("fingerprint") != fingerprint:
+    if not path.exists():
+        return
+    if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip():
+        raise ValueError(f"{path} is damaged")  # torch.load ignores the checksums
+    state = torch.load(path, "cpu", mmap=True, weights_only=True)  # one copy per node
+    if state.get("fingerprint") != fingerprint:
         raise ValueError(f"{path} has {state.get('fingerprint')}, not {fingerprint}: move it away")
-    if state:
-        progress.update(state["progress"])
-        for name, each in stateful.items():
-            each.load_state_dict(from_rank_0(state["states"].pop(name), group))
-        if dist.get_rank() == 0:
-            print(f"resuming from {path} at {progress}", flush=True)
+    progress.update(state["progress"])
+    for name, each in stateful.items():
+        each.load_state_dict(state[name])
+    if dist.get_rank() == 0:
+        print(f"resuming from {path} at {progress}", flush=True)
 
 
-def from_rank_0(part, group):
-    """Broadcast the tensors in dictionaries and lists, which other ranks have as meta tensors."""
-    if isinstance(part, torch.Tensor):
-        same = torch.empty(part.shape, dtype=part.dtype) if part.is_meta else part.contiguous()
-        dist.broadcast(same.view(-1).view(torch.uint8), src=0, group=group)  # Gloo: not any dtype
-        return torch.empty_like(part, device="cpu").copy_(same)  # strides as before
-    if isinstance(part, dict | list):
-        for name in part if isinstance(part, dict) else range(len(part)):
-            part[name] = from_rank_0(part[name], group)
-    return part
-
-
-def stop_votes(group):  # CKPT-5: a signal reaches the ranks at different moments
-    """Yield the result of the vote before: whether a rank got one, or lost its launcher."""
-    stop = False
-    while True:
-        flag = torch.tensor(len(received) + (os.getppid() != LAUNCHER))
-        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group, async_op=True)
-        yield stop
-        work.wait()
-        stop = flag.item() > 0
+def check_equal(name, value, device, tolerance=0):  # CKPT-5: all ranks compare
+    """Raise ValueError if the ranks have different values, or one that is not finite."""
+    values = all_gather(torch.tensor(float(value), dtype=torch.float64, device=device))
+    if not (values.isfinite() & values.isclose(values[0], rtol=tolerance, atol=0)).all():
+        raise ValueError(f"{name} of the ranks differ, or are not finite: {values.tolist()}")
 
 
 def warmup_then_decay(step, total_steps):
@@ -270,14 +239,7 @@ def warmup_then_decay(step, total_steps):
 
 
 def main():
-    try:  # CKPT-5: leave no worker behind
-        train(parse_args())
-    finally:  # CKPT-5: after an error the exit would wait for workers, which block SIGTERM
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a worker dies
-        for worker in multiprocessing.active_children():
-            worker.kill()
-    for number in STOP_SIGNALS:  # a second signal must not end the process while it exits
-        signal.signal(number, signal.SIG_IGN)
+    train(parse_args())
     dist.destroy_process_group()  # DDP-1: only now, when train() has freed the model
 
 

@@ -9,24 +9,30 @@
 #SBATCH --gpus-per-node=4 # EDIT: or --gres=gpu:4; without GPUs delete it: NPROC=2 sbatch ...
 #SBATCH --time=01:00:00 # EDIT
 #SBATCH --requeue
-#SBATCH --signal=TERM@120 # seconds before the time limit: save, requeue
+#SBATCH --signal=TERM@120 # seconds before the time limit: save and end
 # module load python; . .venv/bin/activate # EDIT, and delete the first #
-set -eu -o pipefail
-job=$SLURM_JOB_ID
+set -eu
+job=$SLURM_JOB_ID run=${RUN-run} # RUN=name sbatch ...: its files are name.pt, name-best.pt, ...
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then # sbatch --array=1-3: three runs
-  n=$SLURM_ARRAY_TASK_ID job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-  set -- "$@" --seed "$n" --checkpoint "run$n.pt" --best "best$n.pt" --output "last$n.pt" # EDIT
+  n=$SLURM_ARRAY_TASK_ID job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID run=${run:+$run$n}
+  rates=(- 0.2 0.4 0.6) && set -- "$@" --lr "${rates[n]}" # EDIT: the first one has the index 0
 fi
+files=(--checkpoint "$run.pt" --best "$run-best.pt" --output "$run-last.pt")
+[ -n "$run" ] || files=() # RUN= sbatch ...: for a script without these options
+echo "job $job: $*"
+case " $* " in *" --checkpoint"[=\ ]*) echo "use RUN=name" && exit 2 ;; esac
+saved() { find -L "$run.pt" \( -type f -name '*.pt' -o -name .metadata \) -printf '%T@\n' | sort; }
+before=$(saved 2>/dev/null) # when the checkpoint was written: a file, or a folder of fsdp.py
 address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds to save; before torch 2.12 it is 30
-trap '' TERM # this shell and tee wait while the processes save
+trap '' TERM # this shell waits for srun
 
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun \
   --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="${NPROC:-gpu}" --rdzv-backend=c10d \
   --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$address:$((10000 + SLURM_JOB_ID % 20000))" \
-  "${SCRIPT:-07_slurm/train.py}" "$@" | tee "output-$job.log" && code=0 || code=$?
+  "${SCRIPT:-07_slurm/train.py}" "${files[@]}" "$@" && exit || code=$?
 
-if grep -q "^stopped at" "output-$job.log"; then # saved before its end
+if [ "$(saved 2>/dev/null)" != "$before" ]; then # it ended early, after a save
   state=$(squeue --noheader --job="$job" --format=%T || echo unknown)
   if [ "$state" = RUNNING ]; then # neither cancelled, nor requeued by Slurm
     echo "requeueing job $job"

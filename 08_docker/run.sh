@@ -11,13 +11,13 @@ if command -v nvidia-smi >/dev/null; then gpus=--gpus=all nproc=gpu; fi
 
 # shellcheck disable=SC2086 # $gpus is one word or none
 if [ "${NNODES:-1}" = 1 ]; then
-  exec docker run --rm --init --stop-timeout=120 --shm-size=1g $gpus --env OMP_NUM_THREADS \
+  exec docker run --rm --init --shm-size=1g $gpus --env OMP_NUM_THREADS \
     --user "$(id -u):$(id -g)" --volume "$PWD:/work" mnist-ddp \
     torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node="${NPROC:-$nproc}" \
     --max-restarts=3 /app/train.py "$@"
 fi
 # shellcheck disable=SC2086
-exec docker run --rm --init --stop-timeout=120 --shm-size=1g $gpus --env OMP_NUM_THREADS \
+exec docker run --rm --init --shm-size=1g $gpus --env OMP_NUM_THREADS \
   --env GLOO_SOCKET_IFNAME --env NCCL_SOCKET_IFNAME --network=host \
   --user "$(id -u):$(id -g)" --volume "$PWD:/work" mnist-ddp \
   torchrun --nnodes="$NNODES" --node-rank="$NODE_RANK" --nproc-per-node="${NPROC:-$nproc}" \
