@@ -22,9 +22,9 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 
 HERE, SITE = Path(".pages"), Path(".pages/site")
-TABS = {"01-04": "one process → DDP", "04-06": "DDP → checkpoints", "06-07": "checkpoints → Slurm",
-        "06-08": "checkpoints → Docker", "04-fsdp": "DDP → FSDP", "01-02": "one process → spawn",
-        "02-03": "spawn → two machines"}
+TABS = {"01-04": "one process → DDP", "04-06": "DDP → checkpoints", "06-07": "checkpoints → stops",
+        "06-08": "checkpoints → Docker", "06-fsdp": "copies → shards",
+        "01-02": "one process → spawn", "02-03": "spawn → two machines"}
 HOME = {SCRIPTS[new]: f"04-{new}.html" for new in SCRIPTS} | {SCRIPTS["01"]: "01-04.html"}
 HOME |= {SCRIPTS[name[3:]]: f"{name}.html" for name in TABS}
 PAGES = [page for glob in ("*.md", "0*/*.md", "tests/**/*.md", ".github/*.md")

@@ -150,23 +150,22 @@ def two_machines():
 
 
 def elastic():
-    curve, saved = [[(at(time), 250 - 1.2 * steps) for time, steps in points] for points in (
-        ((0, 0), (20, 40), (20, 24), (29, 24), (48, 43), (57, 43), (74, 77), (86, 77), (99, 103)),
-        ((12, 24), (41, 36), (48, 43), (69, 67), (74, 77), (98, 101)))]
+    points = ((0, 0), (20, 46), (20, 32), (46, 32), (66, 53), (66, 43), (76, 43), (99, 99))
+    curve = [(at(time), 250 - 1.2 * steps) for time, steps in points]
     parts = lanes(272, """
-    34 30 blue | node 0 | 0 20 2 ranks | 29 48 2 ranks | 57 74 2 ranks | 86 99 2 ranks;
-    34 30 wait | | 20 29 restart | 48 57 restart;
-    70 30 blue | node 1 | 0 20 2 ranks | 57 74 2 ranks | 86 99 2 ranks;
-    70 30 wait | | 48 57 start""")
-    lost, kept = "steps since the last\ncheckpoint are repeated", "saved first,\nnothing is lost"
-    for (x, y), event, words in ((curve[2], "node 1 is killed", lost), (curve[6], "SIGTERM", kept),
-                                 (curve[4], "node 1 joins", kept), (curve[7], "rerun", "")):
-        parts += [text(x, 14, event, "words bold", "middle"), line("wait", (x, 24), (x, y)),
-                  text(x + 6, y + 21, words)]
-    parts += [line("blue", *curve[:2]), line("red", *curve[1:3], end=True),
-              line("blue", *curve[2:]), text(6, 186, "progress"), text(22, 211, "checkpoint")]
+    34 30 blue | node 0 | 0 20 2 ranks | 46 66 2 ranks | 76 99 2 ranks;
+    34 30 wait | | 20 46 30 s for/another node | 66 76 restart;
+    70 30 blue | node 1 | 0 20 2 ranks | 76 99 2 ranks;
+    70 30 wait | | 66 76 start""")
+    for (x, y), event in ((curve[1], "SIGTERM or kill on node 1"), (curve[4], "node 1 joins")):
+        parts += [text(x, 14, event, "words bold", "middle"), line("wait", (x, 24), (x, y))]
+    parts += [line("blue", *curve), line("red", *curve[1:3], end=True),
+              line("red", *curve[4:6], end=True), text(6, 186, "progress"),
+              text(22, 211, "checkpoint"),
+              text(at(22), 236, "steps since the last\ncheckpoint are repeated")]
+    saved = [(at(time), 250 - 1.2 * steps) for time, steps in ((14, 32), (56, 43), (96, 92))]
     parts += [box(x - 5, y - 5, 10, 10, "green") for x, y in ((11, 211), *saved)]
-    return picture("Elastic: only a kill loses steps, those since a checkpoint", 292, parts)
+    return picture("Elastic: a leave or a join costs the steps since a checkpoint", 292, parts)
 
 
 def benchmark():
