@@ -1,9 +1,9 @@
 """Run commands and scripts as users do, and compare what they print and save."""
 
+import atexit
 import contextlib
-import copy
 import importlib.util
-import multiprocessing.connection
+import multiprocessing
 import os
 import re
 import runpy
@@ -19,10 +19,9 @@ import uuid
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils._pytree import tree_map_only
 
 ROOT = Path(__file__).resolve().parent.parent
-DIGITS = ROOT / "common"  # as --data-dir: the bundled digits, without a download
 COPIES = ROOT / "tests/copies"
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("0*/train.py"))
 TORCHRUN = ["torchrun", "--standalone", "--local-addr=127.0.0.1"]
@@ -59,15 +58,14 @@ class Result:
         return [line.groupdict() for line in EPOCH.finditer(self.output)]
 
 
-# Commands
-
-
 class Running:
-    """A command that has been started, with all processes that it starts."""
+    """A command that has been started, with all processes that it starts, in a folder."""
 
     def __init__(self, command, cwd, **environment):
+        Path(cwd).mkdir(exist_ok=True)
         self.command, self.token, self.start = command, uuid.uuid4().hex, time.monotonic()
         self.files = [tempfile.TemporaryFile() for _ in range(2)]
+        atexit.register(self.kill_all)  # if the test fails
         environment = {name: str(value) for name, value in environment.items()}
         self.process = subprocess.Popen(
             [str(part) for part in command], cwd=cwd, stdin=subprocess.DEVNULL,
@@ -86,16 +84,14 @@ class Running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         self.process.wait()
+        atexit.unregister(self.kill_all)
 
     def finish(self, limit=300):
         """Return the result. It must end before the limit, and leave no process running."""
-        try:
-            self.process.wait(max(0, self.start + limit - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.kill_all()
-            printed = "\n".join(self.printed())
-            raise AssertionError(f"{self.command}: no end within {limit} s\n{printed}") from None
-        end = time.monotonic() + 60  # for the last processes
+        end = self.start + limit
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(max(0, end - time.monotonic()))
+            end = time.monotonic() + 60  # for the last processes
         while (left := processes(self.token)) and time.monotonic() < end:
             time.sleep(0.1)
         self.kill_all()
@@ -120,22 +116,17 @@ def wait_until(condition, *running, limit=300):
 
 
 def wait_for(text, *running, times=1):
-    """Wait until these commands have printed a text so many times; none of them may end before."""
+    """Wait until these commands have printed a text so many times."""
     wait_until(lambda: sum(each.printed()[0].count(text) for each in running) >= times, *running)
 
 
-GIVEN_PORTS = set()
-
-
 def free_port():
-    """A port on which nothing listens, another at each call, and below those of connections."""
+    """A port on which nothing listens, below those of connections."""
     while True:
         port = 10_000 + secrets.randbelow(19_000)
         with contextlib.suppress(OSError):  # something listens there
-            if port not in GIVEN_PORTS:
-                socket.create_server(("", port)).close()
-                GIVEN_PORTS.add(port)
-                return port
+            socket.create_server(("", port)).close()
+            return port
 
 
 def processes(token, word=b""):
@@ -176,16 +167,12 @@ def start(function, arguments):
 
 
 def exit_codes(ranks, limit=120):
-    """Wait for the ends of ranks and return their exit codes; SIGKILL ends them at the limit.
-
-    That is half a minute after one of them has failed: the others may wait for it.
-    """
+    """The exit codes of ranks. SIGKILL ends them at the limit, or 30 s after one has failed."""
     end = time.monotonic() + limit
-    while running := [process.sentinel for process in ranks if process.exitcode is None]:
-        if not multiprocessing.connection.wait(running, max(0, end - time.monotonic())):
-            break
+    while None in [process.exitcode for process in ranks] and time.monotonic() < end:
         if any(process.exitcode for process in ranks):
             end = min(end, time.monotonic() + 30)
+        time.sleep(0.01)
     for process in ranks:
         process.kill()
         process.join()
@@ -194,6 +181,7 @@ def exit_codes(ranks, limit=120):
 
 def start_ranks(script, nproc, options, cwd, files, **environment):
     """Start a script in ranks as torchrun does; they append to two files, output and errors."""
+    Path(cwd).mkdir(exist_ok=True)
     launch = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
     launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     of_now = ("CUDA_VISIBLE_DEVICES", "TRAIN_IMAGES")  # the forkserver's are older
@@ -212,11 +200,18 @@ def run_rank(script, options, cwd, settings, files):
     multiprocessing.set_start_method("fork", force=True)  # DataLoader workers, as usual
     sys.argv = [str(script), *map(str, options)]
     sys.path[:] = [str(Path(script).parent), *(path for path in sys.path if path != str(ROOT))]
+    if "CHANGE" in settings:
+        names = {"os": os, "sys": sys, "torch": torch, "rank": settings["RANK"]}
+        exec(settings["CHANGE"], names | {"script": importlib.import_module(script.stem)})
+        return sys.modules[script.stem].main()
     runpy.run_path(str(script), run_name="__main__")
 
 
 def run_ranks(script, nproc, *options, cwd, code=0, **environment):
-    """Run a script in ranks; their largest exit code must be this one."""
+    """Run a script in ranks; their largest exit code must be this one.
+
+    CHANGE in the environment is what is done to `script` and `rank` before script.main().
+    """
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, "output"), Path(folder, "errors")]
         codes = exit_codes(start_ranks(script, nproc, options, cwd, files, **environment))
@@ -227,13 +222,34 @@ def run_ranks(script, nproc, *options, cwd, code=0, **environment):
     return result
 
 
-# Copies
+# 02 and 03 fork, as an import takes seconds; main() has TEST_THREADS threads. 03 is node `rank`.
+# CLIP takes the place of MAX_GRAD_NORM, for gradients below and above it.
+STARTED = """
+import functools, signal
+def call(function, *given):  # main() or a spawned run(); checks what it leaves
+    if given:  # as a spawned process does when it imports torch
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    function(*given)
+    assert not torch.distributed.is_initialized(), "the process group is left to the exit"
+    if hasattr(script, "rest_of_epoch"):
+        assert torch.initial_seed() > 99, "steps without seeds of their own"
+    assert not given or signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+multiprocessing = torch.multiprocessing
+multiprocessing.spawn = functools.partial(multiprocessing.start_processes, start_method="fork")
+if "-n" in sys.argv:
+    sys.argv += ["-i", str(rank), "--master-port", os.environ["MASTER_PORT"]]
+script.MAX_GRAD_NORM = float(os.environ.get("CLIP", script.MAX_GRAD_NORM))
+if hasattr(script, "run"):
+    os.environ.pop("OMP_NUM_THREADS", None)
+    torch.set_num_threads(int(os.environ.get("TEST_THREADS", 1)))
+    script.run = functools.partial(call, script.run)
+script.main = functools.partial(call, script.main)
+"""
 
 
 def copy_project(folder, *files, small=()):
-    """Copy files of the repository, and common/, into one folder, as a reader does.
+    """Copy files, or the scripts and run.sh of folders, and common/ into one folder.
 
-    Of a folder, such as "04_ddp_torchrun", all scripts and run.sh.
     small: "data" or "model", whose file in common/ is replaced by that of tests/small/.
     """
     shutil.copytree(ROOT / "common", folder / "common", ignore=IGNORED, dirs_exist_ok=True)
@@ -271,13 +287,17 @@ def copy_repository(folder):
     return fewer_digits(folder)
 
 
-def apply(file, patch):
-    """Apply a patch of copies/ to a copied script; the error names the hunk that does not fit."""
-    done = subprocess.run(["patch", "-F0", file, COPIES / patch], capture_output=True, text=True)
-    assert done.returncode == 0, f"{patch} does not fit:\n{done.stdout}"
-
-
-# Weights
+SCORED = """
+scores = iter(enumerate(map(float, os.environ["SCORES"].split()), start=1))
+def evaluate(net, *given):  # the next of the scores, and saves the weights of each epoch
+    epoch, score = next(scores)
+    if hasattr(script, "save_whole"):
+        script.save_whole(net, script.Path(f"epoch-{epoch}.pt"))
+    elif rank == 0:
+        torch.save(net.state_dict(), f"epoch-{epoch}.pt")
+    return score
+script.evaluate = evaluate
+"""
 
 
 def load(path):
@@ -291,21 +311,21 @@ def distance(one, other):
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
-def bits(state):
-    """A state to be compared bit by bit: its tensors as their type, shape and bytes."""
-    if isinstance(state, dict):
-        return {name: bits(part) for name, part in state.items()}
-    if isinstance(state, list):
-        return [bits(part) for part in state]
-    if isinstance(state, torch.Tensor):
-        return state.dtype, state.shape, state.numpy().tobytes()
-    return state
-
-
 def equal(*files):
-    """Whether two files contain the same, bit by bit."""
-    one, other = [bits(load(path)) for path in files]
+    """Whether two files contain the same, bit by bit: tensors of the same type, shape and bytes."""
+    one, other = [tree_map_only(torch.Tensor, lambda part: (
+        part.dtype, part.shape, part.numpy().tobytes()), load(file)) for file in files]
     return one == other
+
+
+def torchvision_datasets():
+    """Also where torch's build is not the one that torchvision was built for."""
+    try:
+        return importlib.import_module("torchvision.datasets")
+    except RuntimeError:  # its C++ extension did not load
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
+        return importlib.import_module("torchvision.datasets")
 
 
 def module(path):
@@ -328,30 +348,17 @@ def order_of(epoch, length, ranks, seed=SEED):
 
 
 def gradients_alone(net, data_set, step, ranks, batch):
-    """Those of the mean loss of the images with the indices `step`; returns all losses.
-
-    Each micro-batch has its own BatchNorm, and the statistics of rank 0's stay.
-    """
+    """Those of the mean loss of the images of a step, by micro-batches; returns all losses."""
     losses = []
-    for rank in reversed(range(ranks)):
-        statistics = copy.deepcopy(list(net.buffers()))
+    for rank in range(ranks):  # BatchNorm's statistics are those of rank 0
+        buffers = {name: part.clone() for name, part in net.named_buffers()} if rank else {}
         for part in torch.tensor(step[rank::ranks]).split(batch):
             images, labels = [each[part] for each in data_set.tensors]
-            chances = net(images).log_softmax(1)
+            chances = torch.func.functional_call(net, buffers, images).log_softmax(1)
             each = -0.9 * chances[range(len(part)), labels] - 0.1 * chances.mean(1)
             (each.sum() / len(step)).backward()
             losses += each.tolist()
-        for buffer, before in zip(net.buffers(), statistics, strict=True) if rank else ():
-            buffer.copy_(before)
     return losses
-
-
-@torch.no_grad()
-def accuracy_alone(net, test_set):
-    net.eval()
-    right = [net(images).argmax(1) == labels for images, labels in DataLoader(test_set, 47)]
-    net.train()
-    return torch.cat(right).double().mean().item()
 
 
 def rate_factor(step, total_steps):

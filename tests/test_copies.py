@@ -3,14 +3,13 @@
 import copy
 import json
 import re
-import shutil
 import textwrap
 from math import cos, pi
 
 import pytest
 import torch
-from helpers import (COPIES, ROOT, SEED, apply, copy_project, distance, equal, load, module,
-    order_of, rate_factor, run_ranks, without_batch_norm)
+from helpers import (COPIES, ROOT, SCORED, SEED, copy_project, distance, equal, load, module,
+    order_of, rate_factor, run, run_ranks, without_batch_norm)
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -18,11 +17,8 @@ pytestmark = pytest.mark.usefixtures("float64")
 GIVEN = ["--seed", SEED, "--epochs", 2]
 CHANGED = """
 import functools, os, torch
-try:
-    import torchvision
-except RuntimeError:  # built for another torch: it does not find its operators
-    for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{{name}}", "(Tensor a, Tensor b, float c) -> Tensor")
+from helpers import torchvision_datasets
+torchvision_datasets()
 torch.set_default_dtype(torch.float64)
 import {0} as script
 torch.optim.AdamW, script.MAX_GRAD_NORM = torch.optim.SGD, 1e9  # they hide a wrong divisor
@@ -36,14 +32,15 @@ def patched(folder, name, changes="", script=None):
     script = script or re.search("--- a/(.*)", (COPIES / f"{name}.patch").read_text())[1]
     project = copy_project(folder / "a project", script, small="data")
     [file] = project.glob("*.py")
-    apply(file, f"{name}.patch")
+    fits = run(["patch", "-F0", file, COPIES / f"{name}.patch"], project)
+    assert fits.code == 0, fits  # it names the hunk that does not fit
     (project / "changed.py").write_text(CHANGED.format(file.stem, changes))
     return project
 
 
 def numbers(result):
     """What is printed of each epoch, without its speed."""
-    return re.findall(r"^epoch .*  [\w@]+ (?:\d|inf)\S*(?=  )", result.output, re.M)
+    return re.findall(r"^epoch [^%\n]*  [\w@]+ (?:\d|inf)\S*(?=  )", result.output, re.M)
 
 
 def on_one_and_two(folder, name, changes="", *options, batch, ranks=2):
@@ -63,10 +60,16 @@ def on_one_and_two(folder, name, changes="", *options, batch, ranks=2):
     return one, several
 
 
-OWN = """
-script.EPOCHS, script.SEED, script.NOISE, validate = 2, 3, 0, script.validate
-script.validate = lambda *given: print("seed", torch.initial_seed()) or validate(*given)
-os.mkdir(os.environ["RANK"])  # a folder of its own for each rank
+[LINES] = re.findall("```python\n(found = .*?)```", (ROOT / "README.md").read_text(), re.S)
+OWN = f"""
+script.EPOCHS, script.SEED, script.NOISE = 2, 3, 0
+dist, world_size, validate = script.dist, int(os.environ["WORLD_SIZE"]), script.validate
+def compare(model, *given):
+    print("seed", torch.initial_seed())
+{textwrap.indent(LINES, "    ")}
+    return validate(model, *given)
+script.validate = compare
+os.makedirs(os.environ["RANK"], exist_ok=True)  # a folder of its own for each rank
 os.chdir(os.environ["RANK"])
 """
 
@@ -80,34 +83,20 @@ def test_an_own_script_with_ddp(tmp_path):
         assert {*re.findall("seed .", result.output)} == {f"seed {3 + n}" for n in range(ranks)}
         assert list(project.glob("*/best.pt")) == [project / "0/best.pt"]
         found.append((re.findall("^epoch .*", result.output, re.M), load(project / "0/best.pt")))
+    result = run_ranks("changed.py", 3, cwd=project, code=1)
+    assert "ValueError: 3 processes do not divide a batch of 64" in result.errors
     (lines, weights), (same, of_two) = found
     assert len(lines) == 2 and lines == same and distance(weights, of_two) < 1e-10
 
 
-COMPARED = """
-dist, world_size, validate = script.dist, int(os.environ["WORLD_SIZE"]), script.validate
-def compare(model, *given):
-{}
-    return validate(model, *given)
-script.EPOCHS, script.validate = 1, compare
-"""
-FAULTS = {  # an own script trains on with each of them
-    "none": "", "no DDP": "script.DDP = lambda net: net",
-    "a plain call": "DDP = script.DDP; script.DDP = lambda net: (DDP(net), net)[1]",
-    "a rank without steps": "if os.environ['RANK'] == '1': torch.optim.SGD.step = lambda self: 0",
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [
+    "script.DDP = lambda net: net", "DDP = script.DDP; script.DDP = lambda net: (DDP(net), net)[1]",
+    "if os.environ['RANK'] == '1': torch.optim.SGD.step = lambda self: 0"])
 def test_lines_that_compare_the_weights_of_an_own_script(fault, tmp_path):
-    [lines] = re.findall("```python\n(found = .*?)```", (ROOT / "README.md").read_text(), re.S)
-    changes = COMPARED.format(textwrap.indent(lines, "    ")) + FAULTS[fault]
-    project = patched(tmp_path, "own_ddp", changes, "tests/copies/own.py")
-    result = run_ranks("changed.py", 2, cwd=project, code=int(fault != "none"))
-    assert ("the ranks have different weights: [" in result.errors) == (fault != "none")
-    if fault == "none":
-        result = run_ranks("changed.py", 3, cwd=project, code=1)
-        assert "ValueError: 3 processes do not divide a batch of 64" in result.errors
+    """Without DDP, with a plain call of the network, and with a rank that takes no steps."""
+    project = patched(tmp_path, "own_ddp", OWN + fault, "tests/copies/own.py")
+    result = run_ranks("changed.py", 2, cwd=project, code=1)
+    assert "the ranks have different weights: [" in result.errors
 
 
 FOLDER = """
@@ -156,32 +145,30 @@ LANGUAGE = """
 kept = lambda done: 0.8
 script.EMA_DECAY, factor, steps = 0.8, script.warmup_then_decay, iter(range(1, 99))
 script.warmup_then_decay = lambda *given: [
-    os.environ.get("STOP") == os.environ["RANK"] and next(steps) == 7
-    and os.kill(os.getpid(), 15), factor(*given)][1]
+    os.environ.get("KILLED") == os.environ["RANK"] and next(steps) == 7
+    and os.kill(os.getpid(), 9), factor(*given)][1]
 """
 
 
-def stopped_and_resumed(folder, name, changes, *options, ranks=2, then=1, averaged=True,
+def killed_and_resumed(folder, name, changes, *options, ranks=2, then=1, averaged=True,
                         unit="--batch-size", sizes=((16, 1), (4, 2), (8, 2))):
-    """Ranks that accumulate train as one process does; also stopped, and resumed on others."""
+    """Ranks that accumulate train as one process does; also killed, and resumed on others."""
     project = patched(folder, name, AVERAGE * averaged + LANGUAGE + changes)
 
     def learn(part, ranks, size, **given):
-        (folder / part).mkdir(exist_ok=True)
         return run_ranks(project / "changed.py", ranks, *GIVEN, *options, "--data-dir", folder,
-                         unit, size[0], "--accumulate", size[1], cwd=folder / part,
-                         TRAIN_IMAGES=72, **given)  # four steps and a half
+                         unit, size[0], "--accumulate", size[1], "--save-every", 1,
+                         cwd=folder / part, TRAIN_IMAGES=72, **given)  # four steps and a half
 
     printed = numbers(learn("one", 1, sizes[0]))
     assert len(printed) == 2 and numbers(learn("several", ranks, sizes[1])) == printed
-    stopped = learn("stopped", ranks, sizes[1], STOP=1)
-    assert re.search(r"^stopped at {'epoch': 2, 'done': \d\d, ", stopped.output, re.M)
-    resumed = learn("stopped", then, sizes[2])
-    assert "resuming from" in resumed.output
+    learn("killed", ranks, sizes[1], KILLED=1, code=9)
+    resumed = learn("killed", then, sizes[2])
+    assert re.search(r"^resuming from .*(2, 'done': \d\d|2-done-0+\d\d\b)", resumed.output, re.M)
     assert numbers(resumed)[-1].split()[-1] == printed[1].split()[-1]  # perplexity, mIoU, ...
     one, rounding = folder / "one", 1e-5 if "fsdp" in name else 1e-10  # its loss is float32
     for file in ("last.pt", "best.pt"):
-        for part in ("several", "stopped"):
+        for part in ("several", "killed"):
             assert distance(one / file, folder / part / file) < rounding
     if averaged:  # what is evaluated, and saved as the best
         assert distance(first_of(one / "best.pt"), load(one / "average-0.pt")) < rounding
@@ -198,12 +185,12 @@ def test_a_language_model(name, average, options, tmp_path):
     lines = [f"{n**5} {n % 7 * 'ab'}" for n in range(83)]
     (tmp_path / "train.txt").write_text("\n".join(lines[:72]))
     (tmp_path / "test.txt").write_text("\n".join(lines[72:]))
-    stopped_and_resumed(tmp_path, name, average, *options, "--workers", 0)
+    killed_and_resumed(tmp_path, name, average, *options, "--workers", 0)
 
 
 def test_fsdp_with_tensor_parallelism(tmp_path):
     """Four ranks, of which two compute each layer together, with clipped gradients."""
-    stopped_and_resumed(tmp_path, "05_fsdp_tp", "script.MAX_GRAD_NORM = 1.3", "--lr", 1,
+    killed_and_resumed(tmp_path, "05_fsdp_tp", "script.MAX_GRAD_NORM = 1.3", "--lr", 1,
                         "--width", 16, "--depth", 1, "--output", "last.pt", ranks=4, averaged=False)
 
 
@@ -217,7 +204,7 @@ def test_a_segmentation(tmp_path):
             path = tmp_path / ("train" if n < 72 else "test") / name / f"{n:02}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels.byte().numpy()).save(path)
-    printed = stopped_and_resumed(tmp_path, "06_segmentation", "", "--lr", 1, "--workers", 1)
+    printed = killed_and_resumed(tmp_path, "06_segmentation", "", "--lr", 1, "--workers", 1)
     torch.manual_seed(SEED)
     net = module(tmp_path / "a project/train.py").UNet(4)
     optimizer = torch.optim.SGD(net.parameters(), weight_decay=0.05)
@@ -240,17 +227,16 @@ def test_a_segmentation(tmp_path):
     assert union[3] == 0 and printed[1].endswith(f" {(shared / union)[:3].mean():.4f}")
 
 
-def test_two_networks(tmp_path):
-    """They take the steps of a plain loop; three ranks have micro-batches of 7 and 3 images."""
+def test_two_networks(tmp_path, monkeypatch):
+    """They take the steps of a plain loop; two ranks have micro-batches of 5 images and of 1."""
+    monkeypatch.setenv("TRAIN_IMAGES", "72")
     changes = "torch.optim.AdamW = lambda weights, lr, betas: torch.optim.SGD(weights, lr, 0.5)"
     options = ["--lr", 0.02, "--workers", 1, "--output", "last.pt"]
-    lines = stopped_and_resumed(tmp_path, "06_gan", changes, *options, averaged=False)
-    project = tmp_path / "a project"
-    lines += numbers(run_ranks("changed.py", 3, *GIVEN, *options, "--batch-size", 7,
-                               "--accumulate", 2, cwd=project, TRAIN_IMAGES=72))
-    script, data = module(project / "train.py"), module(project / "common/data.py")
-    data.TRAIN = 72
-    images, tests = [part.tensors[0] for part in data.load_mnist(None)]
+    lines = killed_and_resumed(tmp_path, "06_gan", changes, *options, averaged=False,
+                               sizes=((20, 1), (5, 2), (10, 2)))
+    script = module(tmp_path / "a project/train.py")
+    data = module(tmp_path / "a project/common/data.py").load_mnist(None)
+    images, tests = [part.tensors[0] for part in data]
     entropy = torch.nn.functional.binary_cross_entropy_with_logits
 
     def noise(seed, epoch, rows):
@@ -264,36 +250,26 @@ def test_two_networks(tmp_path):
             weight.data -= rate * weight.speed
         return loss.item()
 
-    for batch, folders in ((16, ("one", "several", "stopped")), (42, (project.name,))):
-        torch.manual_seed(SEED)
-        net, judge = script.build_generator(), script.build_discriminator()
-        mean, steps, peak = {}, 2 * -(-72 // batch), 0.02 * (batch / 256) ** 0.5
-        for epoch in (1, 2):
-            losses = torch.zeros(2)
-            for number, rows in enumerate(torch.tensor(order_of(epoch, 72, 1)).split(batch)):
-                rate = peak * rate_factor((epoch - 1 + number * batch / 72) * steps / 2, steps)
-                given, real = noise(SEED, epoch, rows.tolist()), torch.ones(len(rows), 1)
-                losses[0] += len(rows) * descend(net, rate, entropy(judge(net(given)), real))
-                loss = entropy(judge(images[rows]), real) + entropy(judge(net(given)), 0 * real)
-                losses[1] += len(rows) * descend(judge, rate, loss)
-                mean = {n: 0.8 * mean.get(n, w) + 0.2 * w for n, w in net.state_dict().items()}
-            both = torch.cat([tests, torch.func.functional_call(net, mean, noise(0, 0, range(47)))])
-            gaps = (both[:, None] - both).flatten(2).norm(dim=2).view(2, 47, 2, 47).mean((1, 3))
-            found = [f"{number:.4f}" for number in (*losses / 72, 2 * gaps[0, 1] - gaps.trace())]
-            assert lines.pop(0).split()[3::2] == found  # both losses and the energy distance
-        for folder in folders:
-            saved = load(tmp_path / folder / "checkpoint.pt")["states"]
-            assert distance(saved["model"], net.state_dict()) < 1e-10
-            assert distance(saved["discriminator"], judge.state_dict()) < 1e-10
-            assert distance(load(tmp_path / folder / "best.pt"), mean) < 1e-10
-
-
-def edits(one, other):
-    """The edit distance of two lists."""
-    if not one or not other:
-        return len(one + other)
-    return min(edits(one[1:], other) + 1, edits(one, other[1:]) + 1,
-               edits(one[1:], other[1:]) + (one[0] != other[0]))
+    torch.manual_seed(SEED)
+    net, judge, mean = script.build_generator(), script.build_discriminator(), {}
+    for epoch in (1, 2):
+        losses = torch.zeros(2)
+        for number, rows in enumerate(torch.tensor(order_of(epoch, 72, 1)).split(20)):
+            rate = 0.02 * (20 / 256) ** 0.5 * rate_factor(4 * (epoch - 1 + number * 20 / 72), 8)
+            given, real = noise(SEED, epoch, rows.tolist()), torch.ones(len(rows), 1)
+            losses[0] += len(rows) * descend(net, rate, entropy(judge(net(given)), real))
+            loss = entropy(judge(images[rows]), real) + entropy(judge(net(given)), 0 * real)
+            losses[1] += len(rows) * descend(judge, rate, loss)
+            mean = {n: 0.8 * mean.get(n, w) + 0.2 * w for n, w in net.state_dict().items()}
+        both = torch.cat([tests, torch.func.functional_call(net, mean, noise(0, 0, range(47)))])
+        gaps = (both[:, None] - both).flatten(2).norm(dim=2).view(2, 47, 2, 47).mean((1, 3))
+        found = [f"{number:.4f}" for number in (*losses / 72, 2 * gaps[0, 1] - gaps.trace())]
+        assert lines[epoch - 1].split()[3::2] == found  # both losses and the energy distance
+    for folder in ("one", "several", "killed"):
+        saved = load(tmp_path / folder / "checkpoint.pt")
+        assert distance(saved["model"], net.state_dict()) < 1e-10
+        assert distance(saved["discriminator"], judge.state_dict()) < 1e-10
+        assert distance(load(tmp_path / folder / "best.pt"), mean) < 1e-10
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -305,7 +281,7 @@ def test_batches_by_a_budget(ranks, tmp_path):
              for n, each in enumerate(said)]
     torch.save(pairs[:11], tmp_path / "test.pt")
     torch.save(pairs[11:], tmp_path / "train.pt")
-    printed = stopped_and_resumed(
+    printed = killed_and_resumed(
         tmp_path, "06_ctc", "", "--lr", 0.1, ranks=ranks, then=5 - ranks, averaged=False,
         unit="--frames", sizes=((20, 12), (20, 12 // ranks), (20, 12 // (5 - ranks))))
     other = run_ranks("../a project/changed.py", 1, *GIVEN, "--lr", 0.1, "--data-dir", tmp_path,
@@ -316,7 +292,9 @@ def test_batches_by_a_budget(ranks, tmp_path):
         fit = [n for n, (frames, _) in enumerate(rest, start=1) if n * len(frames) <= 20]
         batches.append([rest.pop(0) for _ in range(max(fit, default=1))])
     torch.manual_seed(SEED)
-    net, saved = module(tmp_path / "a project/train.py").Recognizer(6, 5), {}
+    script = module(tmp_path / "a project/train.py")
+    assert [script.edit_distance("kitten", text) for text in ("sitting", "", "te")] == [3, 6, 4]
+    net, saved = script.Recognizer(6, 5), {}
     sgd = torch.optim.SGD(net.parameters(), momentum=0.9, nesterov=True)
     ctc = torch.nn.CTCLoss(reduction="sum")
     for epoch in (0, 1):
@@ -329,7 +307,8 @@ def test_batches_by_a_budget(ranks, tmp_path):
             sgd.step()
             sgd.zero_grad()
         paths = [net(x[:, None]).argmax(2).unique_consecutive() for x, _ in pairs[:11]]
-        wrong = [edits(path[path > 0].tolist(), said[n].tolist()) for n, path in enumerate(paths)]
+        wrong = [script.edit_distance(path[path > 0].tolist(), known.tolist())
+                 for path, known in zip(paths, said, strict=False)]
         loss, rate = sum(losses) / len(torch.cat(said[11:])), sum(wrong) / len(torch.cat(said[:11]))
         assert printed[epoch] == f"epoch {epoch + 1}/2  loss {loss:.4f}  error_rate {rate:.4f}"
         saved.setdefault(rate, copy.deepcopy(net.state_dict()))
@@ -351,7 +330,7 @@ def test_lora_on_fsdp(ranks, tmp_path, monkeypatch):
     path.write_bytes(len(header).to_bytes(8, "little") + header + data)
     options = ["--width", 16, "--depth", 2, "--lr", 4, "--output", "last.pt", "--best", "best.pt"]
     hsdp = "script.sys.argv += ['--shards=2', '--batch-size=2'] * (os.environ['WORLD_SIZE'] == '4')"
-    stopped_and_resumed(tmp_path, "05_fsdp_lora", hsdp, *options, "--base", path, "--recompute",
+    killed_and_resumed(tmp_path, "05_fsdp_lora", hsdp, *options, "--base", path, "--recompute",
                         ranks=ranks, averaged=False)
     torch.manual_seed(SEED)
     script, one = module(tmp_path / "a project/fsdp.py"), tmp_path / "one"
@@ -398,9 +377,8 @@ def test_encoders(ranks, tmp_path):
 def test_early_stopping(tmp_path):
     """All ranks stop after three epochs that were not better; the file has the best weights."""
     project = patched(tmp_path, "add_early_stopping")
-    shutil.copy(ROOT / "tests/small/scored.py", project)
-    given = {"SCRIPT": "train", "SCORES": "0.1 0.3 0.2 0.3 0.1 0.9"}
-    result = run_ranks("scored.py", 2, "--epochs", 6, cwd=project, TRAIN_IMAGES=20, **given)
+    given = {"CHANGE": SCORED, "SCORES": "0.1 0.3 0.2 0.3 0.1 0.9"}
+    result = run_ranks("train.py", 2, "--epochs", 6, cwd=project, TRAIN_IMAGES=20, **given)
     assert len(result.epochs()) == 5
     assert equal(project / "best-mnist.pt", project / "epoch-2.pt")
 

@@ -13,24 +13,11 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import DIGITS, exit_codes, start
+from helpers import ROOT, exit_codes, start, torchvision_datasets
 from torch.utils.data import DataLoader
 
 from common import data
 from common.data import load_mnist
-
-
-def torchvision_datasets():
-    """Also where torch's build is not the one that torchvision was built for."""
-    try:
-        import torchvision  # noqa: F401
-    except RuntimeError:  # its C++ extension did not load
-        schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", schema)
-    from torchvision import datasets
-
-    return datasets
 
 
 @pytest.fixture
@@ -49,16 +36,6 @@ def files(tmp_path):
     return tmp_path / "files"
 
 
-@pytest.fixture
-def url(files):
-    """A server in place of MNIST's host."""
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=files)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/"
-        server.shutdown()
-
-
 def take_for_mnist(patch, folder, url="http://127.0.0.1:9/"):
     """Let common.data and torchvision take these files for MNIST, from this host."""
     sizes = {name: len((folder / name).read_bytes()) for name in data.BYTES}
@@ -69,15 +46,19 @@ def take_for_mnist(patch, folder, url="http://127.0.0.1:9/"):
     patch.setattr(torchvision_datasets().MNIST, "mirrors", [url])
 
 
-def test_mnist_is_downloaded_and_loaded(files, url, tmp_path, monkeypatch):
+def test_mnist_is_downloaded_and_loaded(files, tmp_path, monkeypatch):
     """Also where a file is there, but incomplete; another process may be reading it."""
     root = tmp_path / "the data"
     shutil.copytree(files, root / "MNIST/raw", ignore=shutil.ignore_patterns("*.gz"))
     incomplete = root / "MNIST/raw/t10k-labels-idx1-ubyte"
     incomplete.write_bytes(b"1234")
     reader = incomplete.open("rb")
-    take_for_mnist(monkeypatch, files, url)
-    load_mnist(root)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=files)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        take_for_mnist(monkeypatch, files, f"http://127.0.0.1:{server.server_address[1]}/")
+        load_mnist(root)
+        server.shutdown()
     assert reader.read() == b"1234"  # it was replaced, not overwritten
     assert sorted(path.name for path in root.iterdir()) == ["MNIST"]
     take_for_mnist(monkeypatch, files)  # the second time there is no network
@@ -114,7 +95,7 @@ def test_without_mnist_on_one_node_all_ranks_train_on_the_digits(files, tmp_path
 
 
 def test_the_digits_need_no_network_and_none_is_in_both_sets(capsys):
-    sets = load_mnist(DIGITS)
+    sets = load_mnist(ROOT / "common")
     train, test = ({image.numpy().tobytes() for image in part.tensors[0]} for part in sets)
     assert len(train) > 10_000 and len(test) == 359 and not test & train
     assert capsys.readouterr().out == ""

@@ -1,7 +1,6 @@
 """Two hosts that are really separate, on one machine: network namespaces joined by a bridge.
 
-Each has its own address, host name and /etc/hosts. All of it is gone when the first process ends,
-at the latest with the tests' own process. It needs root, iproute2 and util-linux.
+Each has its own address, host name and /etc/hosts. All of it ends with the tests' own process.
 """
 
 import os

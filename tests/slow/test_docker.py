@@ -1,10 +1,8 @@
-"""08 on a real engine: one container, and two by compose, stopped and resumed.
+"""08 on a real engine: one container, and two by compose, ended and resumed.
 
-There is no registry: the base image is made from Debian's packages, and its /etc/pip.conf names a
-server on this machine with wheels that this machine's pip has downloaded.
+Without a registry: the base image is of Debian's packages, and pip gets wheels from this machine.
 """
 
-import json
 import os
 import re
 import shutil
@@ -91,8 +89,8 @@ def start(engine, volume, *command, **settings):
     return Running(command, volume, **(engine.environment | settings | {"OMP_NUM_THREADS": "1"}))
 
 
-def run_sh(engine, project, volume, **settings):
-    return start(engine, volume, "bash", project / "08_docker/run.sh", *OPTIONS, **settings)
+def run_sh(engine, project, volume):
+    return start(engine, volume, "bash", project / "08_docker/run.sh", *OPTIONS)
 
 
 def compose(engine, project, volume):
@@ -106,31 +104,26 @@ def undisturbed(engine, project, place):
     """The weights of an undisturbed training by one container with two processes."""
     result = run_sh(engine, project, volume := place / "undisturbed").finish()
     assert result.code == 0 and len(result.epochs()) == 16, result
-    assert float(result.epochs()[-1]["accuracy"]) > 0.8, result
     return volume / "mnist.pt"
 
 
-LOOK = "touch /work/here && rm /work/here && df --output=size --block-size=M /dev/shm | tail -n 1"
-
-
 @pytest.mark.parametrize("way", [run_sh, compose])
-def test_docker_stop_saves_and_the_same_command_resumes(way, engine, project, undisturbed, place):
-    """As the user whose folder it is; two containers train like one with two processes."""
+def test_docker_stop_and_the_same_command_resumes(way, engine, project, undisturbed, place):
+    """As the user whose folder it is. Only steps after the last logged checkpoint are repeated."""
     volume = place / way.__name__
     first = way(engine, project, volume)
     wait_until((volume / "checkpoint.pt").exists, first)
     containers = engine.run("docker", "ps", "--quiet").split()
-    processes = "".join(engine.run("docker", "top", container) for container in containers)
-    facts = json.loads(engine.run("docker", "inspect", *containers))
-    shared_memory = engine.run("docker", "exec", containers[0], "bash", "-c", LOOK).strip()
+    look = ["df", "--output=size", "--block-size=M", "/dev/shm"]
+    assert engine.run("docker", "exec", containers[0], *look).split()[-1] == "1024M"
+    wait_until(lambda: first.printed()[0].count("%  loss") > 2, first)
     engine.run("docker", "stop", *containers)
-    assert len(re.findall(r"python\S* -u /app/train\.py", processes)) == 2, processes
-    assert {each["Config"]["StopTimeout"] for each in facts} == {120}
-    assert shared_memory == "1024M"
     first = first.finish()
-    stop = re.search(r"stopped (at {'epoch': .*}); rerun the same command to", first.output)
-    assert stop and (first.code == 1 or way is compose), first  # 1: torchrun's
+    assert first.code == 1 or way is compose, first  # 1: torchrun's
     rest = way(engine, project, volume).finish()
-    assert rest.code == 0 and f"resuming from checkpoint.pt {stop[1]}\n" in rest.output, rest
+    [(epoch, done)] = re.findall(r"resuming from .*epoch': (\d+), 'done': (\d+)", rest.output)
+    [*_, (logged, percent)] = re.findall(r"epoch (\d+)/16  (\d+)%", first.output)
+    assert (int(epoch), int(done) / 12.6) >= (int(logged), int(percent) - 1), rest
+    assert rest.code == 0, rest
     assert {path.stat().st_uid for path in volume.iterdir()} == {USER}
     assert equal(volume / "mnist.pt", undisturbed)

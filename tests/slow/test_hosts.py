@@ -19,30 +19,18 @@ RUN_SH = [["bash", "{project}/03/run.sh", "-g", "2,1"], ["bash", "{project}/04/r
 
 
 class Job:
-    """A job on both hosts, by a command in which {rank}, {nproc}, ... are filled in."""
+    """A job of three processes, two on the first host; {rank}, {nproc}, ... are filled in."""
 
-    def __init__(self, hosts, project, *command, **settings):
-        self.hosts, self.project, self.command, self.port = hosts, project, command, free_port()
-        self.settings = {"NNODES": "2", "OMP_NUM_THREADS": "1", **settings}
-        self.place, self.nodes = project / f"job {self.port}", []
-        self.place.mkdir()
-
-    def start(self, rank, address=ADDRESSES["h0"], names=ADDRESSES):
-        """Start one node, which connects to this address and knows these names of hosts."""
-        nproc = 2 - rank
-        given = {"project": self.project, "rank": rank, "nproc": nproc, "address": address,
-                 "port": self.port}
-        command = [str(part).format(**given) for part in self.command]
-        command = self.hosts.on(f"h{rank}", self.place, *command, names=names)
-        settings = self.settings | {"NODE_RANK": rank, "NPROC": nproc, "MASTER_ADDR": address,
-                                    "MASTER_PORT": self.port}
-        self.nodes.append(Running(command, self.place, **settings))
-
-    def start_both(self, names=(ADDRESSES, ADDRESSES)):
-        """Start three processes, two of them on the first host."""
-        for rank in (0, 1):
-            self.start(rank, names=names[rank])
-        return self
+    def __init__(self, hosts, project, *command, names=(ADDRESSES,) * 2, port=0, **settings):
+        port, address = port or free_port(), ADDRESSES["h0"]
+        self.place, self.nodes = project / f"job {port}", []
+        settings |= {"NNODES": 2, "MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        for rank, known in enumerate(names):  # the names that each host knows
+            nproc = 2 - rank
+            given = {"project": project, "rank": rank, "nproc": nproc, "address": address}
+            filled = [part.format(port=port, **given) for part in command]
+            self.nodes.append(Running(hosts.on(f"h{rank}", self.place, *filled, names=known),
+                                      self.place, NODE_RANK=rank, NPROC=nproc, **settings))
 
     def finish(self, code=0):
         """The results, which must have this code within two minutes; and all that is printed."""
@@ -61,7 +49,7 @@ def job(hosts, tmp_path):
 
 
 def test_three_processes_train_as_on_one_machine(job, tmp_path):
-    jobs = [job(*way).start_both() for way in RUN_SH]
+    jobs = [job(*way) for way in RUN_SH]
     here = run_ranks("04/train.py", 3, cwd=tmp_path)
     for each in jobs:
         (on_first, on_second), _ = each.finish()
@@ -73,9 +61,9 @@ def test_three_processes_train_as_on_one_machine(job, tmp_path):
 def test_selftest(job):
     """Also where each host has its own name at 127.0.1.1, as on Debian: Gloo needs an interface."""
     names = [{**ADDRESSES, host: "127.0.1.1"} for host in ADDRESSES]
-    failing = job(*STATIC, SELFTEST).start_both(names)
-    with_interface = job(*STATIC, SELFTEST, GLOO_SOCKET_IFNAME="eth0").start_both(names)
-    for each in (with_interface, job(*C10D, SELFTEST).start_both()):
+    failing = job(*STATIC, SELFTEST, names=names)
+    with_interface = job(*STATIC, SELFTEST, names=names, GLOO_SOCKET_IFNAME="eth0")
+    for each in (with_interface, job(*C10D, SELFTEST)):
         printed = each.finish()[1]
         ok = "^OK: all checks passed on 3 ranks on (h0, h1|h1, h0)$"
         assert re.search(ok, printed, re.M), printed
@@ -99,6 +87,5 @@ def test_behind_a_firewall(tmp_path):
             ("", ["{project}/06/train.py"], "epoch 1/1  loss ")):
         for host in ADDRESSES:
             subprocess.run(hosts.on(host, tmp_path, "bash", "-euc", setup), check=True, env=ADMIN)
-        each = Job(hosts, tmp_path, *STATIC, *command)
-        each.port = 20000
-        assert text in each.start_both().finish(code=int("FAILED" in text))[1]
+        each = Job(hosts, tmp_path, *STATIC, *command, port=20000)
+        assert text in each.finish(code=int("FAILED" in text))[1]
