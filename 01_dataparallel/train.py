@@ -5,8 +5,8 @@
 """
 
 import argparse
-import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def parse_args():
     if min(args.epochs, args.batch_size) < 1 or args.output.is_dir():
         parser.error("--epochs and --batch-size must be at least 1, and --output a file")
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    os.utime(args.output.parent)  # fails now if nothing can be written there
+    tempfile.TemporaryFile(dir=args.output.parent).close()  # fails now if it is read-only
     return args
 
 

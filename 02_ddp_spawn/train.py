@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def parse_args():
     if min(args.epochs, args.batch_size, args.nprocs) < 1 or args.output.is_dir():  # DDP-0: and it
         parser.error("--epochs, --batch-size and --nprocs must be at least 1, and --output a file")
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    os.utime(args.output.parent)  # fails now if nothing can be written there
+    tempfile.TemporaryFile(dir=args.output.parent).close()  # fails now if it is read-only
     return args
 
 

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -55,13 +56,13 @@ def parse_args():
     args = parser.parse_args()
     numbers = [int(number) for number in args.nprocs.split(",")]  # DDP-0: of one node, or of each
     args.per_node = numbers if len(numbers) > 1 else numbers * args.nodes
-    if len(args.per_node) != args.nodes:
-        parser.error(f"--nprocs has {len(numbers)} numbers, and there are {args.nodes} nodes")
+    if len(args.per_node) != args.nodes or not 0 <= args.node_rank < args.nodes:
+        parser.error(f"{args.nodes} nodes, but --nprocs {args.nprocs} --node-rank {args.node_rank}")
     if min(args.epochs, args.batch_size, *args.per_node) < 1 or args.output.is_dir():
         parser.error("--epochs, --batch-size and --nprocs must be at least 1, and --output a file")
     if args.node_rank == 0:  # DDP-4: only rank 0 saves
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        os.utime(args.output.parent)  # fails now if nothing can be written there
+        tempfile.TemporaryFile(dir=args.output.parent).close()  # fails now if it is read-only
     return args
 
 

@@ -164,14 +164,14 @@ def train(args):
     fingerprint = {"length": length, "seed": args.seed, "lr": args.lr,  # CKPT-3: as in the file
                    "parameters": parameters}
     decisive = [args.epochs, args.batch_size, args.accumulate, args.save_every, fingerprint]
-    check_equal("options", zlib.crc32(str(decisive).encode()), device)  # CKPT-5: as on all ranks
+    check_equal("options", zlib.crc32(str(decisive).encode()), device)  # CKPT-5: equal on all ranks
     state = State(args.checkpoint, model, optimizer, progress, fingerprint)  # FSDP-4: saves
     state.load()
     check_equal("progress in --checkpoint", progress["epoch"] * length + progress["done"], device)
 
     # 5. Train and evaluate
     for epoch in range(progress["epoch"], args.epochs + 1):  # CKPT-4: only what is left
-        shard = rest_of_epoch(length, args.seed + epoch, progress["done"])
+        shard = rest_of_epoch(length, hash((args.seed, epoch)), progress["done"])
         seeds = torch.Generator().manual_seed(hash((args.seed, epoch, progress["done"], rank)))
         train_loader = DataLoader(train_set, args.batch_size, sampler=shard, generator=seeds,
                                   **options)  # seeds: of the workers
@@ -197,7 +197,7 @@ def train(args):
                 total[0] += loss.detach() * len(labels)
                 total[1] += len(labels)
             norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).full_tensor()
-            passes = epoch - 1 + progress["done"] / length  # CKPT-4: through the data
+            passes = epoch - 1 + progress["done"] / length  # CKPT-4: over the data
             factor = warmup_then_decay(total_steps * passes / args.epochs, total_steps)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
@@ -272,7 +272,7 @@ class State:  # FSDP-4: in shards, in place of one file
         weights, of_optimizer = dcp_state.get_state_dict(self.model, self.optimizer)
         stepped = of_optimizer["state"]  # empty if the optimizer keeps no state
         for name, parameter in self.model.named_parameters():
-            if stepped and parameter.requires_grad and name not in stepped:
+            if stepped and parameter.requires_grad and parameter not in self.optimizer.state:
                 raise ValueError(f"{name} has had no gradient: use or freeze it, or no run resumes")
         return {"model": weights, "optimizer": of_optimizer,  # JSON: DCP loads only keys that exist
                 "progress": json.dumps(self.progress), "fingerprint": self.fingerprint}

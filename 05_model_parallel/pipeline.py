@@ -6,6 +6,7 @@
 import argparse
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def parse_args():
         parser.error("--epochs, --batch-size and --chunks must be at least 1, and --output a file")
     if os.environ["RANK"] == "0":  # only rank 0 saves
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        os.utime(args.output.parent)  # fails now if nothing can be written there
+        tempfile.TemporaryFile(dir=args.output.parent).close()  # fails now if it is read-only
     if os.environ["WORLD_SIZE"] != "2":  # MP-1: one per stage
         parser.error(f"the network has 2 stages: start 2 processes, not {os.environ['WORLD_SIZE']}")
     if args.batch_size % args.chunks:  # MP-3: the stages would expect other sizes

@@ -7,7 +7,7 @@
 #   SCRIPT=pipeline.py bash 05_model_parallel/run.sh --schedule 1f1b
 set -eu
 NPROC=${NPROC:-2}
-cores=$(getconf _NPROCESSORS_ONLN)
+cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + NPROC - 1) / NPROC))} # threads per process
 exec torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node="$NPROC" \
   "$(dirname "$0")/${SCRIPT:-train.py}" "$@"

@@ -11,6 +11,7 @@ On two machines, where 10.0.0.1 is an address of the first; on the second with -
 import argparse
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def parse_args():
         parser.error("--epochs, --batch-size and --hidden must be at least 1, and --output a file")
     if os.environ["RANK"] == "0":  # only rank 0 saves
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        os.utime(args.output.parent)  # fails now if nothing can be written there
+        tempfile.TemporaryFile(dir=args.output.parent).close()  # fails now if it is read-only
     return args
 
 

@@ -7,6 +7,7 @@
 import argparse
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def parse_args():
         parser.error("--epochs, --batch-size and --chunks must be at least 1, and --output a file")
     if os.environ["RANK"] == "0":  # only rank 0 saves
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        os.utime(args.output.parent)  # fails now if nothing can be written there
+        tempfile.TemporaryFile(dir=args.output.parent).close()  # fails now if it is read-only
     devices = args.devices.split(",")
     if len(devices) != needed:
         parser.error(f"--devices {args.devices}: name {needed} devices, two per process")

@@ -7,7 +7,7 @@ set -eu
 script=$(dirname "$0")/train.py
 if command -v nvidia-smi >/dev/null; then NPROC=${NPROC:-gpu}; else NPROC=${NPROC:-2}; fi
 if [ "$NPROC" != gpu ]; then # on GPUs torchrun's one thread per process is enough
-  cores=$(getconf _NPROCESSORS_ONLN)
+  cores=$(nproc)
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + NPROC - 1) / NPROC))}
 fi
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or restarted processes may find old addresses

@@ -15,7 +15,7 @@ set -eu
 job=$SLURM_JOB_ID run=${RUN-run} # RUN=name sbatch ...: its files are name.pt, name-best.pt, ...
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then # sbatch --array=1-3: three runs
   n=$SLURM_ARRAY_TASK_ID job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID run=${run:+$run$n}
-  rates=(- 0.2 0.4 0.6) && set -- "$@" --lr "${rates[n]}" # EDIT: the first one has the index 0
+  rates=(- 0.2 0.4 0.6) && set -- "$@" --lr "${rates[n]}" # EDIT: - is index 0, unused
 fi
 files=(--checkpoint "$run.pt" --best "$run-best.pt" --output "$run-last.pt")
 [ -n "$run" ] || files=() # RUN= sbatch ...: for a script without these options

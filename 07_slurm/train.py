@@ -1,4 +1,4 @@
-"""Train a ConvNet on MNIST in a Slurm job: told that it must end, it saves; requeued, it resumes.
+"""Train a ConvNet on MNIST in a Slurm job: at a signal it saves, and requeued it resumes.
 
     sbatch 07_slurm/run.sh --epochs 5
     torchrun --standalone --nproc-per-node=2 07_slurm/train.py
@@ -57,10 +57,10 @@ def parse_args():
     add("--checkpoint", type=Path, default="checkpoint.pt", help="checkpoint path; one per run")
     add("--best", type=Path, default="best.pt", help="path of the weights of the best epoch")
     args = parser.parse_args()
-    if "SLURM_PROCID" in os.environ and "RANK" not in os.environ:  # SLURM-1: srun without torchrun
+    if "SLURM_STEP_NUM_TASKS" in os.environ and "RANK" not in os.environ:  # SLURM-1: srun python
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-        os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
+        os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
     if "RANK" not in os.environ:  # DDP-1: torchrun sets it
         parser.error("start it with torchrun, as the first lines of this file show")
     if min(args.epochs, args.batch_size, args.accumulate, args.save_every) < 1:  # CKPT-1: fail now
@@ -69,7 +69,7 @@ def parse_args():
     if len({file.resolve() for file in files}) < 3 or any(file.is_dir() for file in files):
         parser.error("--output, --checkpoint and --best must be three different files")
     if os.environ["RANK"] == "0":  # DDP-4: only rank 0 saves
-        for file in files:  # CKPT-1: each in its folder
+        for file in files:  # CKPT-1: make the folders
             file.resolve().parent.mkdir(parents=True, exist_ok=True)
     return args
 
@@ -83,7 +83,7 @@ def train(args):
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    cpu_group = dist.new_group(backend="gloo")  # STOP-2: for CPU tensors; NCCL takes those of GPUs
+    cpu_group = dist.new_group(backend="gloo")  # STOP-2: NCCL's votes would wait for the GPU
     torch.manual_seed(args.seed)
 
     # 2. Data
@@ -111,14 +111,15 @@ def train(args):
     peaks = [group["lr"] for group in optimizer.param_groups]
     progress = {"epoch": 1, "done": 0, "best": -math.inf}  # CKPT-1: add your own numbers
     stateful = {"model": net, "optimizer": optimizer}  # add an EMA, a GradScaler
-    fingerprint = {"length": length, "seed": args.seed, "lr": args.lr}  # CKPT-3: as in the file
+    fingerprint = {"length": length, "seed": args.seed, "lr": args.lr, "names": [*net.state_dict()]}
     decisive = [args.epochs, args.batch_size, args.accumulate, args.save_every, fingerprint]
-    check_equal("options", zlib.crc32(str(decisive).encode()), device)  # CKPT-5: as on all ranks
-    load_checkpoint(args.checkpoint, stateful, progress, fingerprint)
+    check_equal("options", zlib.crc32(str(decisive).encode()), device)  # CKPT-5: equal on all ranks
+    if args.checkpoint.exists():  # CKPT-3: all ranks read it
+        load_checkpoint(args.checkpoint, stateful, progress, fingerprint)
     check_equal("progress in --checkpoint", progress["epoch"] * length + progress["done"], device)
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     check_equal("weights", nn.utils.get_total_norm(trained), device, 1e-6)
-    for number in STOP_SIGNALS:  # STOP-1: a rank only notes them; what it forks ends
+    for number in STOP_SIGNALS:  # STOP-1: a rank only notes them; its forks end
         signal.signal(number, lambda signum, _: received.append(signum))
         os.register_at_fork(after_in_child=lambda n=number: signal.signal(n, signal.SIG_DFL))
     vote = stop_votes(cpu_group)
@@ -138,7 +139,7 @@ def train(args):
 
     # 5. Train and evaluate
     for epoch in range(progress["epoch"], args.epochs + 1):  # CKPT-4: only what is left
-        shard = rest_of_epoch(length, args.seed + epoch, progress["done"])
+        shard = rest_of_epoch(length, hash((args.seed, epoch)), progress["done"])
         seeds = torch.Generator().manual_seed(hash((args.seed, epoch, progress["done"], rank)))
         train_loader = DataLoader(train_set, args.batch_size, sampler=shard, generator=seeds,
                                   **options)  # seeds: of the workers
@@ -167,7 +168,7 @@ def train(args):
                 total[0] += loss.detach() * len(labels)
                 total[1] += len(labels)
             norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)  # CKPT-5: compared
-            passes = epoch - 1 + progress["done"] / length  # CKPT-4: through the data
+            passes = epoch - 1 + progress["done"] / length  # CKPT-4: over the data
             factor = warmup_then_decay(total_steps * passes / args.epochs, total_steps)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
@@ -208,13 +209,13 @@ def train(args):
 
 @torch.no_grad()
 def evaluate(net, test_loader, device, vote):  # STOP-2: can be stopped
-    """Return the fraction of the test set that it classifies correctly, or None at a stop."""
+    """Return the fraction of the test set that net classifies correctly, or None at a stop."""
     for buffer in net.buffers():  # DDP-5: copy rank 0's BatchNorm statistics to all ranks
         dist.broadcast(buffer, src=0)
     net.eval()
     correct = []
     for images, labels in start_workers(test_loader):  # STOP-3: as in the training
-        if next(vote):  # STOP-2: all ranks ask as often, as they have as many batches
+        if next(vote):  # STOP-2: all ranks vote equally often
             return None
         correct.append(net(images.to(device)).argmax(1) == labels.to(device))
     correct = gather_in_order(torch.cat(correct), len(test_loader.dataset))  # DDP-5: of all ranks
@@ -236,14 +237,12 @@ def save_file(content, path):  # CKPT-2: a kill leaves no half file
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
-    torch.load(f"{path}.tmp", "cpu", mmap=True, weights_only=True)  # what this rejects fails now
+    torch.load(f"{path}.tmp", "cpu", mmap=True, weights_only=True)  # fails now, not at a resume
     os.replace(f"{path}.tmp", path)
 
 
-def load_checkpoint(path, stateful, progress, fingerprint):  # CKPT-3: all ranks read the file
-    """Load it, if it exists. ValueError: damaged, or of another run; UnpicklingError: has code."""
-    if not path.exists():
-        return
+def load_checkpoint(path, stateful, progress, fingerprint):  # CKPT-3: and reject what does not fit
+    """Load a file. ValueError: damaged, or of another run; UnpicklingError: not plain values."""
     if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip():
         raise ValueError(f"{path} is damaged")  # torch.load ignores the checksums
     state = torch.load(path, "cpu", mmap=True, weights_only=True)  # one copy per node
@@ -290,7 +289,7 @@ def warmup_then_decay(step, total_steps):
 def main():
     try:  # STOP-3: leave no worker behind
         code = train(parse_args())
-    finally:  # after an error the exit would wait for them, and they block its SIGTERM
+    finally:  # or an exit after an error waits for them, as they block SIGTERM
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a worker dies
         for worker in [each for each in multiprocessing.active_children() if each.daemon]:
             worker.kill()

@@ -60,7 +60,7 @@ def parse_args():
     if len({file.resolve() for file in files}) < 3 or any(file.is_dir() for file in files):
         parser.error("--output, --checkpoint and --best must be three different files")
     if os.environ["RANK"] == "0":  # DDP-4: only rank 0 saves
-        for file in files:  # CKPT-1: each in its folder
+        for file in files:  # CKPT-1: make the folders
             file.resolve().parent.mkdir(parents=True, exist_ok=True)
     return args
 
@@ -100,10 +100,11 @@ def train(args):
     peaks = [group["lr"] for group in optimizer.param_groups]
     progress = {"epoch": 1, "done": 0, "best": -math.inf}  # CKPT-1: add your own numbers
     stateful = {"model": net, "optimizer": optimizer}  # add an EMA, a GradScaler
-    fingerprint = {"length": length, "seed": args.seed, "lr": args.lr}  # CKPT-3: as in the file
+    fingerprint = {"length": length, "seed": args.seed, "lr": args.lr, "names": [*net.state_dict()]}
     decisive = [args.epochs, args.batch_size, args.accumulate, args.save_every, fingerprint]
-    check_equal("options", zlib.crc32(str(decisive).encode()), device)  # CKPT-5: as on all ranks
-    load_checkpoint(args.checkpoint, stateful, progress, fingerprint)
+    check_equal("options", zlib.crc32(str(decisive).encode()), device)  # CKPT-5: equal on all ranks
+    if args.checkpoint.exists():  # CKPT-3: all ranks read it
+        load_checkpoint(args.checkpoint, stateful, progress, fingerprint)
     check_equal("progress in --checkpoint", progress["epoch"] * length + progress["done"], device)
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     check_equal("weights", nn.utils.get_total_norm(trained), device, 1e-6)
@@ -117,7 +118,7 @@ def train(args):
 
     # 5. Train and evaluate
     for epoch in range(progress["epoch"], args.epochs + 1):  # CKPT-4: only what is left
-        shard = rest_of_epoch(length, args.seed + epoch, progress["done"])
+        shard = rest_of_epoch(length, hash((args.seed, epoch)), progress["done"])
         seeds = torch.Generator().manual_seed(hash((args.seed, epoch, progress["done"], rank)))
         train_loader = DataLoader(train_set, args.batch_size, sampler=shard, generator=seeds,
                                   **options)  # seeds: of the workers
@@ -144,7 +145,7 @@ def train(args):
                 total[0] += loss.detach() * len(labels)
                 total[1] += len(labels)
             norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)  # CKPT-5: compared
-            passes = epoch - 1 + progress["done"] / length  # CKPT-4: through the data
+            passes = epoch - 1 + progress["done"] / length  # CKPT-4: over the data
             factor = warmup_then_decay(total_steps * passes / args.epochs, total_steps)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
@@ -206,14 +207,12 @@ def save_file(content, path):  # CKPT-2: a kill leaves no half file
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
-    torch.load(f"{path}.tmp", "cpu", mmap=True, weights_only=True)  # what this rejects fails now
+    torch.load(f"{path}.tmp", "cpu", mmap=True, weights_only=True)  # fails now, not at a resume
     os.replace(f"{path}.tmp", path)
 
 
-def load_checkpoint(path, stateful, progress, fingerprint):  # CKPT-3: all ranks read the file
-    """Load it, if it exists. ValueError: damaged, or of another run; UnpicklingError: has code."""
-    if not path.exists():
-        return
+def load_checkpoint(path, stateful, progress, fingerprint):  # CKPT-3: and reject what does not fit
+    """Load a file. ValueError: damaged, or of another run; UnpicklingError: not plain values."""
     if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip():
         raise ValueError(f"{path} is damaged")  # torch.load ignores the checksums
     state = torch.load(path, "cpu", mmap=True, weights_only=True)  # one copy per node

@@ -341,9 +341,10 @@ def module(path):
 SEED = 3
 
 
-def order_of(epoch, length, ranks, seed=SEED):
+def order_of(epoch, length, ranks, seed=SEED, mixed=True):
     """The indices of an epoch, in the order in which the ranks get them, with padding."""
-    order = torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+    seed = hash((seed, epoch)) if mixed else seed + epoch  # of 06, of DistributedSampler
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(seed)).tolist()
     return order + order[: -length % ranks]
 
 

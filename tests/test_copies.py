@@ -66,9 +66,11 @@ script.EPOCHS, script.SEED, script.NOISE = 2, 3, 0
 dist, world_size, validate = script.dist, int(os.environ["WORLD_SIZE"]), script.validate
 def compare(model, *given):
     print("seed", torch.initial_seed())
+    train_set = sets[0]
 {textwrap.indent(LINES, "    ")}
     return validate(model, *given)
-script.validate = compare
+sets, Loader, script.validate = [], script.DataLoader, compare
+script.DataLoader = lambda data, **named: sets.append(data) or Loader(data, **named)
 os.makedirs(os.environ["RANK"], exist_ok=True)  # a folder of its own for each rank
 os.chdir(os.environ["RANK"])
 """
@@ -91,12 +93,13 @@ def test_an_own_script_with_ddp(tmp_path):
 
 @pytest.mark.parametrize("fault", [
     "script.DDP = lambda net: net", "DDP = script.DDP; script.DDP = lambda net: (DDP(net), net)[1]",
-    "if os.environ['RANK'] == '1': torch.optim.SGD.step = lambda self: 0"])
-def test_lines_that_compare_the_weights_of_an_own_script(fault, tmp_path):
-    """Without DDP, with a plain call of the network, and with a rank that takes no steps."""
+    "if os.environ['RANK'] == '1': torch.optim.SGD.step = lambda self: 0",
+    "script.SEED += int(os.environ['RANK'])"])
+def test_lines_that_compare_the_ranks_of_an_own_script(fault, tmp_path):
+    """Without DDP, with a plain call of the network, a rank without steps, another split."""
     project = patched(tmp_path, "own_ddp", OWN + fault, "tests/copies/own.py")
     result = run_ranks("changed.py", 2, cwd=project, code=1)
-    assert "the ranks have different weights: [" in result.errors
+    assert "the ranks differ: [" in result.errors
 
 
 FOLDER = """

@@ -26,7 +26,7 @@ def train_alone(net, data, *, ranks=1, batch, peak, clip, order=order_of, adam=F
     size, length = batch * ranks * accumulate, len(train_set)
     lines, norms = [], []
     for epoch in range(1, EPOCHS + 1):
-        indices, losses = order(epoch, length, ranks), []
+        indices, losses = order(epoch, length, ranks, mixed=by_progress), []
         steps = [indices[n : n + size] for n in range(0, len(indices), size)]
         steps = [step for step in steps if len(step) == size or not drop]
         total = EPOCHS * len(steps)
@@ -66,7 +66,7 @@ def compare(project, script, started, options, rounding=1e-10, **how):
     return net, result
 
 
-def shuffled(epoch, length, ranks, numbers=None):
+def shuffled(epoch, length, ranks, mixed=False, numbers=None):
     """As DataLoader(shuffle=True) does, from torch's own random numbers."""
     [order] = DataLoader(range(length), length, shuffle=True, generator=numbers)
     return order.tolist()
@@ -102,10 +102,10 @@ def test_weights_that_are_not_finite_are_not_saved(path, started, options, tmp_p
 # Accumulation and model parallel: 05 and 06, without BatchNorm, so that a batch may be split
 
 
-def in_one_order(epoch, length, ranks):
+def in_one_order(epoch, length, ranks, mixed):
     """All ranks have all images, from loaders whose generators they seed alike."""
     numbers = torch.Generator().manual_seed(SEED)
-    return [shuffled(epoch, length, ranks, numbers) for _ in range(epoch)][-1]
+    return [shuffled(epoch, length, ranks, numbers=numbers) for _ in range(epoch)][-1]
 
 
 FSDP = ["--width", 16, "--depth", 2, "--lr", 0.02]

@@ -47,10 +47,7 @@ def files_of(folder):
     ("train", ["--batch-size", 16], 0.6), ("fsdp", ["--batch-size", 16, "--depth", 1], 0.006),
 ], ids=["06", "fsdp"])
 def test_killed_and_resumed_bit_for_bit(script, options, peak, train, tmp_path):
-    """In the second epoch, and twice in its evaluation, which alone is left; then nothing is left.
-
-    A start that only evaluates writes nothing before it has finished. Each checkpoint is logged.
-    """
+    """In the second epoch, and twice in its evaluation: a start that only evaluates saves last."""
     options += ["--epochs", 2, "--save-every", 3]
     (whole := tmp_path / "whole").mkdir()
     undisturbed = train(script, 2, *options, cwd=whole)
@@ -102,11 +99,7 @@ def test_07_stopped_and_resumed_bit_for_bit(train, tmp_path):
      {1: ["--accumulate", 2], 4: ["--shards", 2]}, 1e-5),  # it computes the loss in float32
 ], ids=["06", "fsdp"])
 def test_resumes_on_any_number_of_processes(path, options, more, rounding, tmp_path):
-    """With the accuracies and weights of one process that is never killed.
-
-    fsdp.py resumes from its newest complete checkpoint, of the two that it keeps; older ones are
-    removed, also incomplete ones.
-    """
+    """As one process does; fsdp.py from its newest complete checkpoint; older ones are removed."""
     project = without_batch_norm(copy_project(tmp_path / "a project", path, small="data"))
     options = ["--seed", SEED, "--epochs", 2, "--save-every", 1, *options]
 
@@ -267,7 +260,9 @@ def flip_a_bit(path):
     path.write_bytes(data)
 
 
-OTHER = f"checkpoint.pt has {{'length': 181, 'seed': {SEED}, 'lr': 0.5}}, not "
+OTHER = f"checkpoint.pt has {{'length': 181, 'seed': {SEED}, 'lr': 0.5, 'names': ["
+SWAPPED = ("build = script.ConvNet; script.ConvNet = lambda: [net := build(), parts := "
+           "net.layers._modules, parts.update({name: parts.pop(name) for name in '01'})][0]")
 
 
 @pytest.mark.parametrize(("options", "change", "error"), [
@@ -277,19 +272,19 @@ OTHER = f"checkpoint.pt has {{'length': 181, 'seed': {SEED}, 'lr': 0.5}}, not "
     ([], flip_a_bit, "ValueError: checkpoint.pt is damaged"),
     ([], lambda path: torch.save([path], path), "UnpicklingError: Weights only load failed"),
     ([], lambda path: torch.save({"weight": 1}, path), "checkpoint.pt has None, not {"),
-    ([], "network", "Missing key(s) in state_dict"),
-], ids="lr seed truncated bit code weights network".split())
+    ([], SWAPPED, f"ValueError: {OTHER}"),
+], ids="lr seed truncated bit code weights order".split())
 def test_06_rejects_a_checkpoint_of_another_run(options, change, error, project, tmp_path):
     """Or a damaged one; and it stays as it is."""
     given = ["--batch-size", 50, "--lr", 0.5, "--seed", SEED, "--epochs"]
     run_ranks(project / "train.py", 1, *given, 1, cwd=tmp_path)
     path = tmp_path / "checkpoint.pt"
-    if change == "network":
-        project = copy_project(tmp_path / "other", CHECKPOINTING, small="data")
-    elif change:
+    if callable(change):
         change(path)
     before = path.read_bytes()
-    again = run_ranks(project / "train.py", 1, *given, 2, *options, cwd=tmp_path, code=1)
+    given += [2, *options]
+    again = run_ranks(project / "train.py", 1, *given, cwd=tmp_path, code=1,
+                      **{"CHANGE": change} if isinstance(change, str) else {})
     assert error in again.errors, again
     assert path.read_bytes() == before
 
@@ -305,17 +300,19 @@ def test_fsdp_rejects_a_checkpoint_of_another_run(train, tmp_path):
         assert sorted((tmp_path / "checkpoint").iterdir()) == saved
 
 
-UNUSED = """
-class WithUnused(script.VisionTransformer):
-    def __init__(self, *given):
-        super().__init__(*given)
-        self.unused = torch.nn.Linear(2, 2)
-script.VisionTransformer = WithUnused
+UNUSED = ("build = script.VisionTransformer; script.VisionTransformer = lambda *given: "
+          "[net := build(*given), setattr(net, 'unused', torch.nn.Linear(2, 2))][0]")
+WRAPPED = """
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+Block, wrap = script.Block, lambda block: torch.compile(checkpoint_wrapper(block), backend="eager")
+script.Block = lambda width: (block := Block(width), wrap(block))[block.up.weight.is_meta]
 """
 
 
 def test_fsdp_fails_at_the_first_save_if_no_run_could_resume(project, train, tmp_path):
-    """A weight without a gradient; a folder that another rank does not see, also in a resume."""
+    """A weight without a gradient; a folder that a rank does not see; but wrapped blocks resume."""
+    for epochs, change in enumerate(("0", WRAPPED, WRAPPED), start=1):
+        train("fsdp", 2, "--batch-size", 90, "--epochs", epochs, cwd=tmp_path / "w", CHANGE=change)
     result = train("fsdp", 2, "--save-every", 1, code=1, CHANGE=UNUSED)
     assert "ValueError: unused.weight has had no gradient: use or" in result.errors, result
     (tmp_path / "1").mkdir()

@@ -21,7 +21,7 @@ ONE = "torchrun --standalone --nproc-per-node=2 {script}"
 TWO = ("torchrun --nnodes=2 --node-rank={node} --nproc-per-node=1 --master-addr=127.0.0.1 "
        "--master-port={port} {script}")
 SPAWN = "python {script} -n 2 -g 1 -i {node} --master-addr 127.0.0.1 --master-port {port}"
-TASK = ("env SLURM_PROCID={node} SLURM_LOCALID={node} SLURM_NTASKS=2 MASTER_ADDR=127.0.0.1 "
+TASK = ("env SLURM_PROCID={node} SLURM_LOCALID={node} SLURM_STEP_NUM_TASKS=2 MASTER_ADDR=127.0.0.1 "
         "MASTER_PORT={port} python {script}")
 SCRIPTS = {  # how many nodes, and the command of each
     "01_dataparallel/train.py": (1, "python {script}"),
@@ -29,7 +29,7 @@ SCRIPTS = {  # how many nodes, and the command of each
     "03_ddp_multinode_spawn/train.py": (2, SPAWN),
     "04_ddp_torchrun/train.py": (2, TWO),
     "05_model_parallel/train.py": (1, ONE),
-    "05_model_parallel/fsdp.py": (1, ONE),
+    "05_model_parallel/fsdp.py": (1, f"{ONE} --batch-size 4"),  # it needs more steps
     "05_model_parallel/tensor_parallel.py": (1, ONE),
     "05_model_parallel/pipeline.py": (1, ONE),
     "06_checkpointing/train.py": (1, ONE),

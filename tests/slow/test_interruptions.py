@@ -110,7 +110,7 @@ if os.environ["RANK"] == "1" and "ATEN_CPU_CAPABILITY" not in os.environ:
     os.execv(sys.executable, [sys.executable, "-u", *sys.argv])
 import torch, train
 train.main()
-print(torch.backends.cpu.get_cpu_capability())
+sys.stdout.write(torch.backends.cpu.get_cpu_capability() + "\\n")  # in one piece
 """
 
 

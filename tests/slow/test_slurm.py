@@ -7,7 +7,8 @@ import signal
 import time
 
 import pytest
-from helpers import IGNORED, ROOT, copy_project, equal, processes, run_ranks, wait_until
+from helpers import (IGNORED, ROOT, copy_project, equal, order_of, processes, run_ranks,
+    wait_until)
 from hosts import ADDRESSES, Daemons
 
 TRAIN, FSDP = "07_slurm/train.py", "05_model_parallel/fsdp.py"
@@ -173,7 +174,8 @@ def test_by_hand_in_an_allocation(cluster, project, tmp_path):
 
 def test_a_rank_fails_or_is_killed(submit, undisturbed):
     """After the first checkpoint the job is requeued, before it it has failed."""
-    ways = (("60 9", TRAIN), ("5 0", TRAIN), ("5 9", FSDP))
+    early, *_, late = order_of(1, 181, 2, seed=0)[3:150]
+    ways = ((f"{early} 9", TRAIN), (f"{late} 0", TRAIN), (f"{late} 9", FSDP))
     early, *late = [submit(image, IMAGE=image, SCRIPT=script) for image, script in ways]
     early.finish("FAILED")
     for job, weights in zip(late, ("0.6.pt", "fsdp.pt"), strict=True):
