@@ -270,9 +270,9 @@ class State:  # FSDP-4: in shards, in place of one file
 
     def state_dict(self):
         weights, of_optimizer = dcp_state.get_state_dict(self.model, self.optimizer)
-        stepped = of_optimizer["state"]  # empty if the optimizer keeps no state
+        stepped = self.optimizer.state  # empty if the optimizer keeps no state
         for name, parameter in self.model.named_parameters():
-            if stepped and parameter.requires_grad and parameter not in self.optimizer.state:
+            if stepped and parameter.requires_grad and parameter not in stepped:
                 raise ValueError(f"{name} has had no gradient: use or freeze it, or no run resumes")
         return {"model": weights, "optimizer": of_optimizer,  # JSON: DCP loads only keys that exist
                 "progress": json.dumps(self.progress), "fingerprint": self.fingerprint}
