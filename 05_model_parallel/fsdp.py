@@ -228,6 +228,8 @@ def train(args):
 
     # 6. Save
     save_whole(model, args.output)  # FSDP-5: on all ranks
+    if rank == 0:  # DDP-4: log on rank 0 only
+        print(f"all {args.epochs} epochs are done: {args.output}", flush=True)
 
 
 @torch.no_grad()
@@ -304,7 +306,7 @@ class State:  # FSDP-4: in shards, in place of one file
         if complete[0]:
             newest = complete[0][-1].parent
             if dist.get_rank() == 0:
-                print(f"resuming from {newest}", flush=True)
+                print(f"resuming from {newest} on {dist.get_world_size()} ranks", flush=True)
             dcp.load({"state": self}, checkpoint_id=newest)
 
 

@@ -177,6 +177,7 @@ def train(args):
     # 6. Save
     if rank == 0:  # DDP-4: save on rank 0 only
         save_file(net.state_dict(), args.output)  # CKPT-2: and not half of it
+        print(f"all {args.epochs} epochs are done: {args.output}", flush=True)
 
 
 @torch.no_grad()
@@ -222,7 +223,7 @@ def load_checkpoint(path, stateful, progress, fingerprint):  # CKPT-3: and rejec
     for name, each in stateful.items():
         each.load_state_dict(state[name])
     if dist.get_rank() == 0:
-        print(f"resuming from {path} at {progress}", flush=True)
+        print(f"resuming from {path} at {progress} on {dist.get_world_size()} ranks", flush=True)
 
 
 def check_equal(name, value, device, tolerance=0):  # CKPT-5: all ranks compare

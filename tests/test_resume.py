@@ -89,7 +89,8 @@ def test_07_stopped_and_resumed_bit_for_bit(train, tmp_path):
         assert not stopped.errors, stopped
     assert ends[0]["done"] in (96, 128) and ends[1]["done"] == IMAGES
     assert [end["epoch"] for end in ends] == [2, 2]
-    assert f"resuming from checkpoint.pt at {ends[1]}\n" in train("stops", 2, *options).output
+    last = train("stops", 2, *options).output
+    assert f"resuming from checkpoint.pt at {ends[1]} on 2 ranks\n" in last
     assert equal(tmp_path / "mnist.pt", whole / "mnist.pt")
 
 

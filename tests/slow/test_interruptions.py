@@ -199,7 +199,8 @@ def test_07_signals_to_all_processes(method, tmp_path):
     (project / "slow").unlink()
     (project / "checkpoint.pt").rename(project / "stopped.pt")
     rest = finish_with_workers(lambda: start(True))
-    assert rest.code == 0 and f"resuming from checkpoint.pt {stop}\n" in rest.output, rest
+    assert f"resuming from checkpoint.pt {stop} on 2 ranks\n" in rest.output, rest
+    assert rest.code == 0, rest
     assert equal(project / "mnist.pt", project / "whole.pt")
 
 

@@ -116,8 +116,8 @@ class Job:
         (self.folder / "slow").unlink(missing_ok=True)
         self.finish(restarts=restarts)
         log += self.log()
-        stopped = re.findall(r"^stopped (at .*); rerun the same command to resume$", log, re.M)
-        resumed = re.findall(rf"^resuming from {self.run}\.pt\S* ?(.*)$", log, re.M)
+        stopped = re.findall(r"^stopped( at .*); rerun the same command to resume$", log, re.M)
+        resumed = re.findall(rf"^resuming from {self.run}\.pt\S*( at .*)? on 2 ranks$", log, re.M)
         assert len(resumed) == (stops or restarts) and (not stops or resumed == stopped), log
         assert equal(weights, self.folder / f"{self.run}-last.pt")
 
