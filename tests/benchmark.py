@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.datasets import MNIST
 from torchvision.transforms import ToTensor
 
+all_gather = module(ROOT / "common/gather.py").all_gather
 CUDA = torch.cuda.is_available()
 PROCESSES = torch.cuda.device_count() if CUDA else 2
 BATCH = 128  # images per process and step, where both sides use the same
@@ -48,17 +49,21 @@ def train_recipe(epochs, amp):
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     for epoch in range(1, epochs + 1):
         train_sampler.set_epoch(epoch)
-        start, total = time.perf_counter(), 0
+        start, total, right = time.perf_counter(), 0, []
+        net.train()
         for images, labels in train_loader:
-            images, labels = images.to(device), labels.to(device)
             optimizer.zero_grad()
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-                loss = criterion(model(images), labels)
+                loss = criterion(model(images.to(device)), labels.to(device))
             loss.backward()
             optimizer.step()
             total += loss.item()
         seconds = time.perf_counter() - start
-        accuracy = evaluate_recipe(net, test_loader, device)
+        net.eval()
+        for images, labels in test_loader:
+            with torch.no_grad():
+                right.append(all_gather(net(images.to(device)).argmax(1) == labels.to(device)))
+        accuracy = torch.cat(right, 1).double().mean().item()
         if dist.get_rank() == 0:
             print(f"epoch {epoch}/{epochs}  loss {total / len(train_loader):.4f}  "
                   f"accuracy {accuracy:.4f}  {seconds:.1f} s  "
@@ -66,22 +71,6 @@ def train_recipe(epochs, amp):
         if accuracy >= GOAL:
             break
     dist.destroy_process_group()
-
-
-@torch.no_grad()
-def evaluate_recipe(net, test_loader, device):
-    """Return the accuracy; predictions and labels are gathered batch by batch."""
-    net.eval()
-    correct = count = 0
-    for images, labels in test_loader:
-        mine = torch.stack([net(images.to(device)).argmax(1), labels.to(device)])
-        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, mine)
-        for predictions, labels in parts:
-            correct += (predictions == labels).sum().item()
-            count += len(labels)
-    net.train()
-    return correct / count
 
 
 def measure(folder, command, **settings):

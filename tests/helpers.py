@@ -238,6 +238,10 @@ multiprocessing = torch.multiprocessing
 multiprocessing.spawn = functools.partial(multiprocessing.start_processes, start_method="fork")
 if "-n" in sys.argv:
     sys.argv += ["-i", str(rank), "--master-port", os.environ["MASTER_PORT"]]
+def gather_in_order(*given, gather=getattr(script, "gather_in_order", None)):
+    assert not torch.is_grad_enabled(), "an evaluation with gradients"
+    return gather(*given)
+script.gather_in_order = gather_in_order
 script.MAX_GRAD_NORM = float(os.environ.get("CLIP", script.MAX_GRAD_NORM))
 if hasattr(script, "run"):
     os.environ.pop("OMP_NUM_THREADS", None)
@@ -267,9 +271,9 @@ def edit(file, old, new):
     file.write_text(text.replace(old, new))
 
 
-def fewer_digits(project):
-    """Let a copy train on 140 of the digits, each of them at nine positions."""
-    edit(project / "common/data.py", "[:1438", "[:140")
+def fewer_digits(project, digits=140):
+    """Let a copy train on so many of the digits, each of them at nine positions."""
+    edit(project / "common/data.py", "[:1438", f"[:{digits}")
     return project
 
 
@@ -279,12 +283,11 @@ def without_batch_norm(project):
     return project
 
 
-def copy_repository(folder):
-    """Copy this repository, with few digits, also as `data`, and room for a project."""
+def copy_repository(folder, digits=140):
+    """Copy this repository, with few digits, also as `data`."""
     shutil.copytree(ROOT, folder, ignore=IGNORED)
     (folder / "data").symlink_to("common")
-    (folder / "YOUR_PROJECT").mkdir()
-    return fewer_digits(folder)
+    return fewer_digits(folder, digits)
 
 
 SCORED = """

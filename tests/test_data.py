@@ -98,4 +98,5 @@ def test_the_digits_need_no_network_and_none_is_in_both_sets(capsys):
     sets = load_mnist(ROOT / "common")
     train, test = ({image.numpy().tobytes() for image in part.tensors[0]} for part in sets)
     assert len(train) > 10_000 and len(test) == 359 and not test & train
+    assert all(part.tensors[0].aminmax() == (0, 1) for part in sets)
     assert capsys.readouterr().out == ""

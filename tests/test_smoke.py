@@ -92,4 +92,7 @@ def test_two_processes_train_and_rank_0_saves(script, copy, tmp_path):
 def test_the_selftest_passes(copy, tmp_path):
     [printed] = start(1, ONE, copy / "04_ddp_torchrun/selftest.py", tmp_path)
     assert re.search(r"^OK: all checks passed on 2 ranks on \S+$", printed, re.M), printed
-    assert re.findall(r"^all_reduce +(\d+) MiB .* GB/s$", printed, re.M) == ["1", "8", "64"]
+    found = re.findall(r"^all_reduce +(\d+) MiB +(\S+) ms +(\S+) GB/s$", printed, re.M)
+    assert [size for size, *_ in found] == ["1", "8", "64"]
+    size, milliseconds, speed = map(float, found[-1])  # a bus sends 2 (n - 1) / n times the bytes
+    assert speed * milliseconds == pytest.approx(size * 2**20 / 1e6, rel=0.02)
