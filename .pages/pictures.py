@@ -168,6 +168,27 @@ def elastic():
     return picture("Elastic: a leave or a join costs the steps since a checkpoint", 292, parts)
 
 
+def log():
+    """Of .pages/run1.log: five epochs of 06 on MNIST, killed in the third and resumed."""
+    printed, parts = (ROOT / ".pages/run1.log").read_text("utf-8"), [text(6, 264, "epochs")]
+    done = int(re.search(r"^resuming .*'epoch': 3, 'done': (\d+)", printed, re.M)[1])
+    for top, look, name in zip(
+            (24, 104, 184), ("orange", "blue", "green"), ("loss", "rate", "accuracy"), strict=True):
+        rows = {}
+        for epoch, percent, value in re.findall(
+                rf"^epoch (\d)/5  (?:(\d+)%)?.*\b{name} (\S+)", printed, re.M):
+            rows[int(epoch) - 1 + int(percent or 100) / 100] = float(value)
+        low, high = min(rows.values()), max(rows.values())
+        points = [(at(x, 5), top + 60 * (high - y) / (high - low)) for x, y in sorted(rows.items())]
+        parts += [text(6, top + 30, name), line(look, *points)]
+        parts += [text(92, top, f"{high:.4g}", "soft", "end"),
+                  text(92, top + 60, f"{low:.4g}", "soft", "end")]
+    parts += [text(at(n, 5), 264, f"{n}", "soft", "middle") for n in range(6)]
+    x = at(2 + done / 60_000, 5)
+    parts += [line("wait", (x, 16), (x, 250)), text(x + 8, 20, "killed, and resumed")]
+    return picture("Loss, rate and accuracy over the epochs of two starts", 278, parts)
+
+
 def benchmark():
     rows = table("tests/benchmark.md", "benchmark.svg")
     runs = {n: [(float(row[n]), 100 * float(row[n + 1])) for row in rows if row[n]] for n in (3, 1)}
@@ -190,7 +211,7 @@ def benchmark():
 def draw():
     """The text of each picture, by its path in the repository."""
     pictures = {"04_ddp_torchrun": [ddp_step, two_machines], "05_model_parallel": [fsdp, memory],
-                "06_checkpointing": [elastic], "tests": [benchmark]}
+                "06_checkpointing": [elastic], "tests": [benchmark], "tests/copies": [log]}
     return {f"{page}/{each.__name__}.svg": each() for page in pictures for each in pictures[page]}
 
 

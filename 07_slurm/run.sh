@@ -1,8 +1,6 @@
 #!/usr/bin/env bash
 # From the repository's root: sbatch 07_slurm/run.sh --epochs 5
-#SBATCH --job-name=mnist
-#SBATCH --output=%x-%j.log
-#SBATCH --open-mode=append
+#SBATCH --job-name=mnist --output=%x-%j.log --open-mode=append
 #SBATCH --nodes=2 # EDIT
 #SBATCH --ntasks-per-node=1 # torchrun starts one process per GPU
 #SBATCH --cpus-per-task=16 # EDIT: cores of each node
@@ -12,13 +10,12 @@
 #SBATCH --signal=TERM@120 # seconds before the time limit: save and end
 # module load python; . .venv/bin/activate # EDIT, and delete the first #
 set -eu
-job=$SLURM_JOB_ID run=${RUN-run} # RUN=name sbatch ...: its files are name.pt, name-best.pt, ...
+job=$SLURM_JOB_ID run=${RUN-run} # RUN=name sbatch ...: files name.pt, name-best.pt, ...; RUN=: none
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then # sbatch --array=1-3: three runs
   n=$SLURM_ARRAY_TASK_ID job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID run=${run:+$run$n}
   rates=(- 0.2 0.4 0.6) && set -- "$@" --lr "${rates[n]}" # EDIT: - is index 0, unused
 fi
-files=(--checkpoint "$run.pt" --best "$run-best.pt" --output "$run-last.pt")
-[ -n "$run" ] || files=() # RUN= sbatch ...: for a script without these options
+files=(${run:+--checkpoint "$run.pt" --best "$run-best.pt" --output "$run-last.pt"})
 echo "job $job: $*"
 case " $* " in *" --checkpoint"[=\ ]*) echo "use RUN=name" && exit 2 ;; esac
 saved() { find -L "$run.pt" \( -type f -name '*.pt' -o -name .metadata \) -printf '%T@\n' | sort; }
