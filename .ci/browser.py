@@ -132,14 +132,16 @@ def check_tab(page, words, screenshots):
 
 
 def check_steps(page):
-    """Keys and buttons go from step to step; a mark shows its step in all scripts."""
+    """Keys and buttons go from band to band; a mark shows its step in all scripts."""
     page.locator("#brief").uncheck()
-    ids = page.locator(".step").evaluate_all("all => all.map(({id}) => id)")
-    for n, step in enumerate(ids):
+    ids = page.locator("aside").evaluate_all("all => all.map(({id}) => id)")
+    first = page.locator(".chip").evaluate_all("all => all.map(({hash}) => hash.slice(1) + '-0')")
+    assert first == [band for band in ids if band.endswith("-0")]  # the chips are in this order
+    for n, band in enumerate(ids):
         page.keyboard.press("j") if n % 2 else page.get_by_role("button", name="next step").click()
-        page.wait_for_url(f"**#{step}")
-        page.locator(f'.chip.on[href="#{step}"]').wait_for()
-        assert 0 < page.locator(":target summary").bounding_box()["y"] < 600
+        page.wait_for_url(f"**#{band}")
+        page.locator(f'.chip.on[href="#{band.rpartition("-")[0]}"]').wait_for()
+        assert 0 < page.locator(":target").bounding_box()["y"] < 600
     page.keyboard.press("k")
     page.wait_for_url(f"**#{ids[max(len(ids) - 2, 0)]}" if ids else "**")
     mark = page.locator(".changed a.mark:visible, .equal a.mark:visible").last

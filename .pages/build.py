@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections import namedtuple
-from itertools import combinations, pairwise
+from itertools import combinations, groupby, pairwise
 from pathlib import Path
 from string import Template
 
@@ -107,13 +107,11 @@ def line_with(text, script, found, default=None):
 
 
 def steps_of(old, new):
-    """The steps that new adds, in order. A note is above the run of lines that it names first."""
+    """The steps that new adds, in order. A note is above their first lines below the options."""
     steps, readme = [], readmes[SCRIPTS[new].with_name("README.md")]
     for mark, found in runs(old, new).items():
         if note := readme.notes.get(mark) or mark not in MARKS[old] and others.get(mark):
-            named = line_with(note.texts[0], new, found)
-            most = max(found, key=lambda run: (run[0] in TRAIN[new], len(run)))
-            begin = next((run for run in found if named in run), most)[0]
+            begin = next((run for run in found if run[0] >= TRAIN[new].start), found[0])[0]
             steps.append(Step(mark, note, found, begin, mark in readme.notes))
     return sorted(steps, key=lambda step: step.begin)
 
@@ -131,22 +129,27 @@ def notes_of(new, step, look):
     whole = (f"<details{' open' * step.own}><summary>{title}</summary>{texts.pop(step.begin)}<p "
              f'class=soft>Lines of {new}: {where} · <a href="marks.html#{step.mark}">{step.mark} '
              f"in all scripts</a></details>")
-    shown = {n: f"<aside class={look}><b>{step.mark}</b>{texts[n]}</aside>" for n in texts}
+    band = f'<aside class={look} id="{new}-{step.mark}'
+    shown = {n: f'{band}-{n}"><b>{step.mark}</b>{texts[n]}</aside>' for n in texts}
     section = f'</section><section class=step id="{new}-{step.mark}">'
-    return shown | {step.begin: f"{section}<aside class={look}>{whole}</aside>"}
+    return shown | {step.begin: f'{section}{band}-0">{whole}</aside>'}
 
 
 def pair(old, new, steps):
     """Two scripts as rows of lines; what is above train() and above the first note is folded."""
-    notes, looks, shown, look = {}, {}, [], ""
+    notes, looks, shown = {}, {}, []
     for k, step in enumerate(steps):
         notes |= notes_of(new, step, f"t{k}")
         looks |= {n: f"t{k}" for run in step.runs for n in run}
     top = min([TRAIN[new].start, *notes])
     end = next(n for n, (_, _, b) in enumerate(rows(old, new)) if (b or 0) >= top)
-    for equal, a, b in rows(old, new):
-        look = "" if equal or b is None and MARKS[old][a] in MARKS[new] else looks.get(b, look)
-        shown.append(notes.get(b, "") + row(old, new, equal, a, b, look))
+    for equal, block in groupby(rows(old, new), lambda each: each[0]):
+        block = [*block]
+        colours = [looks.get(b, "") for _, _, b in block]
+        for n, (_, a, b) in enumerate(block):  # a removed line has the colour of what replaces it
+            near = colours[n : n + 1] if b is not None else colours[n:] + colours[n::-1]
+            look = next(filter(None, near), "")
+            shown.append(notes.get(b, "") + row(old, new, equal, a, b, look))
     fresh = sum(not equal and b is not None for equal, _, b in rows(old, new)[:end])
     has_class = any(text.startswith("class ") for text in TEXT[new][:top])
     what = "imports, options and the model" if has_class else "imports and options"

@@ -1,18 +1,21 @@
 // The row of steps with its keys and buttons, folds, and any two scripts
 const all = (selector) => [...document.querySelectorAll(selector)];
-const chips = all(".chip"), picks = all("select"), bar = document.querySelector(".steps");
+const bands = all("aside"), picks = all("select"), bar = document.querySelector(".steps"), brief = document.getElementById("brief");
+let here = -1; // the band that was last shown
 function show() { // the step of the address: its note, and its lines
   const target = document.getElementById(location.hash.slice(1));
-  const look = (target?.closest(".changed") ?? target?.querySelector("aside"))?.className.match(/t\d/)?.[0];
+  const band = target?.matches("aside") ? target : target?.querySelector("aside");
+  if (band) here = bands.indexOf(band);
+  const look = (target?.closest(".changed") ?? band)?.className.match(/t\d/)?.[0];
   for (const details of [target?.closest("details"), target?.querySelector("aside details")]) if (details) details.open = true;
   if (bar) document.documentElement.style.setProperty("--top", Math.max(bar.parentNode.offsetHeight, bar.offsetHeight) + "px");
   for (const each of all(".chip, .changed")) each.classList.toggle("on", !!look && each.classList.contains(look));
   all(".chip.on")[0]?.scrollIntoView({ block: "nearest" });
   target?.scrollIntoView();
 }
-const go = (by) => { // to the next step, or to the one before
-  const here = chips.findIndex((chip) => chip.matches(".on")), to = chips[Math.min(Math.max(here + by, 0), chips.length - 1)];
-  if (to) location.hash = to.hash;
+const go = (by) => { // to the next band, or to the one before
+  const to = bands[Math.min(Math.max(here + by, 0), bands.length - 1)];
+  if (to) location.hash = to.id;
 };
 const fold = () => all(".fold").forEach((each, _, [{ open }]) => each.open = !open);
 onkeydown = (event) => {
@@ -20,7 +23,9 @@ onkeydown = (event) => {
   ({ j: () => go(1), k: () => go(-1), o: fold })[event.key]?.();
 };
 onclick = ({ target }) => ({ next: () => go(1), back: () => go(-1) })[target.closest("button")?.id]?.();
+if (brief) brief.checked = sessionStorage.brief === "true"; // also on the next pair
 onchange = ({ target }) => {
+  if (target === brief) sessionStorage.brief = brief.checked;
   const [a, b] = picks.map((pick) => pick.selectedIndex).sort((a, b) => a - b);
   if (picks.includes(target) && a < b) location = `${picks[0][a].value}-${picks[0][b].value}.html`;
 };
