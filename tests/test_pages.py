@@ -213,7 +213,7 @@ def test_every_command_runs(path, tmp_path):
     copy = copy_repository(tmp_path / "a copy", digits=20)
     earlier = [command for each in PAGES[: PAGES.index(path)] for command in commands(each)]
     for command in commands(path):
-        if command not in earlier and not re.search(NOT_RUN, command):
+        if (command not in earlier or "mkdir" in command) and not re.search(NOT_RUN, command):
             result = run(["bash", "-c", command], copy, limit=300, OMP_NUM_THREADS="1")
             expected = 1 if command.startswith("git diff") else 0  # 1: there are differences
             assert result.code == expected, result
