@@ -229,7 +229,7 @@ def train(args):
     # 6. Save
     save_whole(model, args.output)  # FSDP-5: on all ranks
     if rank == 0:  # DDP-4: log on rank 0 only
-        print(f"all {args.epochs} epochs are done: {args.output}", flush=True)
+        print(f"finished after epoch {progress['epoch'] - 1}: {args.output}", flush=True)
 
 
 @torch.no_grad()

@@ -177,7 +177,7 @@ def train(args):
     # 6. Save
     if rank == 0:  # DDP-4: save on rank 0 only
         save_file(net.state_dict(), args.output)  # CKPT-2: and not half of it
-        print(f"all {args.epochs} epochs are done: {args.output}", flush=True)
+        print(f"finished after epoch {progress['epoch'] - 1}: {args.output}", flush=True)
 
 
 @torch.no_grad()

@@ -62,7 +62,7 @@ def test_killed_and_resumed_bit_for_bit(script, options, peak, train, tmp_path):
     [line], last = rest.epochs(), undisturbed.epochs()[-1]
     assert (line["loss"], line["accuracy"]) == ("-", last["accuracy"]), rest
     again = train(script, 2, *options).output
-    assert "all 2 epochs are done: mnist.pt\n" in again and "  loss " not in again
+    assert "finished after epoch 2: mnist.pt\n" in again and "  loss " not in again
     assert all(equal(tmp_path / file, whole / file) for file in ("mnist.pt", "best.pt"))
     assert not list(tmp_path.glob("*.tmp"))
     line = r"^epoch (\d)/2  (\d+%)  loss \d\.\d{4}  rate (\S+)$"
