@@ -147,8 +147,7 @@ def pair(old, new, steps):
         block = [*block]
         colours = [looks.get(b, "") for _, _, b in block]
         for n, (_, a, b) in enumerate(block):  # a removed line has the colour of what replaces it
-            near = colours[n : n + 1] if b is not None else colours[n:] + colours[n::-1]
-            look = next(filter(None, near), "")
+            look = next(filter(None, colours[n:] + colours[n::-1]), "")
             shown.append(notes.get(b, "") + row(old, new, equal, a, b, look))
     fresh = sum(not equal and b is not None for equal, _, b in rows(old, new)[:end])
     has_class = any(text.startswith("class ") for text in TEXT[new][:top])
