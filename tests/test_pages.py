@@ -139,9 +139,8 @@ def test_what_else_the_pages_show_of_the_code():
     assert shown == (ROOT / "07_slurm/run.sh").read_text()
     [shown] = blocks(sections(ROOT / "01_dataparallel/README.md")[CHANGES], "python")
     assert textwrap.indent(shown, "    ") in (ROOT / "01_dataparallel/train.py").read_text()
-    shown = {each[:13]: each for each in blocks((COPIES / "README.md").read_text(), "python")}
-    lines = textwrap.indent(shown["class PerRank"], "+", len)
-    assert lines in (COPIES / "06_ppo.patch").read_text()
+    shown = {each[6:13]: each for each in blocks((COPIES / "README.md").read_text(), "python")}
+    assert textwrap.indent(shown["PerRank"], "+", len) in (COPIES / "06_ppo.patch").read_text()
     page = ROOT / "05_model_parallel/README.md"
     for row in rows(sections(page)["Steps"]):
         assert row["line"].strip("`") in (page.parent / "train.py").read_text(), row
@@ -200,7 +199,7 @@ def test_help_and_the_pages_name_the_same_options_and_defaults(folder, monkeypat
 
 NOT_RUN = "|".join((  # by the next test, as a command
     r"pip install|pytest|ruff|shellcheck", "pkill|pgrep|py-spy|python tests/",  # is for CI or you
-    r"10\.0\.0\.1|/shared/|cuda:0,cuda:1",  # needs a second machine, or GPUs
+    r"10\.0\.0\.1|/shared/",  # needs a second machine
     "--compile",  # needs a compiler
     "sbatch|salloc|srun|scontrol|scancel|sinfo|docker",  # needs Slurm or a container engine
 ))
@@ -213,7 +212,7 @@ def test_every_command_runs(path, tmp_path):
     copy = copy_repository(tmp_path / "a copy", digits=20)
     earlier = [command for each in PAGES[: PAGES.index(path)] for command in commands(each)]
     for command in commands(path):
-        if (command not in earlier or "mkdir" in command) and not re.search(NOT_RUN, command):
+        if command not in earlier and not re.search(NOT_RUN, command):
             result = run(["bash", "-c", command], copy, limit=300, OMP_NUM_THREADS="1")
             expected = 1 if command.startswith("git diff") else 0  # 1: there are differences
             assert result.code == expected, result
