@@ -1,5 +1,6 @@
 """The pages are true: links, marks, options, what they show of the code; and their commands run."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -165,6 +166,29 @@ def test_links_files_and_releases_exist(path):
         assert (ROOT / file).exists(), file
     required = (ROOT / "requirements.txt").read_text().split()
     assert set(re.findall(r"torch\w*==[\d.]+", text)) <= set(required)
+
+
+def test_each_error_of_the_scripts_has_a_row_or_names_an_option():
+    """In a row `...` and PATH stand for anything."""
+    symptoms = [row["symptom"] for page in PAGES for row in rows(page.read_text())
+                if "symptom" in row]
+    quoted = [re.sub(r"(\\\.){3}|PATH", ".*", re.escape(text))
+              for text in re.findall("`([^`]+)`", "".join(symptoms)) if len(text) > 9]
+    known = re.compile("|".join(quoted))
+    for path in [*SCRIPTS, *ROOT.glob("common/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Raise(exc=ast.Call(func=kind, args=[text])):
+                    printed = f"{ast.unparse(kind)}: "
+                case ast.Call(func=ast.Attribute(attr="error"), args=[text]):
+                    printed = "error: "
+                case ast.Assert(msg=text):
+                    printed = "AssertionError: "
+                case _:
+                    continue
+            for part in getattr(text, "values", [text]):
+                printed += getattr(part, "value", "") if isinstance(part, ast.Constant) else "{1}"
+            assert "--" in printed or known.search(printed), f"{path} prints {printed}"
 
 
 def test_the_pictures_are_what_their_command_draws():
