@@ -167,11 +167,14 @@ def start(function, arguments):
 
 
 def exit_codes(ranks, limit=120):
-    """The exit codes of ranks. SIGKILL ends them at the limit, or 30 s after one has failed."""
+    """The exit codes of ranks. SIGKILL ends them at the limit, or when one has ended badly.
+
+    Those of a killed rank have a second, as torchrun ends them; each may fail by itself within 30.
+    """
     end = time.monotonic() + limit
-    while None in [process.exitcode for process in ranks] and time.monotonic() < end:
-        if any(process.exitcode for process in ranks):
-            end = min(end, time.monotonic() + 30)
+    while None in (codes := [process.exitcode for process in ranks]) and time.monotonic() < end:
+        if any(codes):
+            end = min(end, time.monotonic() + (1 if -signal.SIGKILL in codes else 30))
         time.sleep(0.01)
     for process in ranks:
         process.kill()

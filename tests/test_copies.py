@@ -275,8 +275,7 @@ def test_two_networks(tmp_path, monkeypatch):
         assert distance(load(tmp_path / folder / "best.pt"), mean) < 1e-10
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_batches_by_a_budget(ranks, tmp_path):
+def test_batches_by_a_budget(tmp_path):
     """The steps are those of each utterance alone, without padding; another budget is rejected."""
     torch.manual_seed(0)
     said = [torch.randint(1, 5, (1 + n % 5,)) for n in range(99)]
@@ -285,8 +284,8 @@ def test_batches_by_a_budget(ranks, tmp_path):
     torch.save(pairs[:11], tmp_path / "test.pt")
     torch.save(pairs[11:], tmp_path / "train.pt")
     printed = killed_and_resumed(
-        tmp_path, "06_ctc", "", "--lr", 0.1, ranks=ranks, then=5 - ranks, averaged=False,
-        unit="--frames", sizes=((20, 12), (20, 12 // ranks), (20, 12 // (5 - ranks))))
+        tmp_path, "06_ctc", "", "--lr", 0.1, ranks=3, then=2, averaged=False,
+        unit="--frames", sizes=((20, 12), (20, 4), (20, 6)))
     other = run_ranks("../a project/changed.py", 1, *GIVEN, "--lr", 0.1, "--data-dir", tmp_path,
                       "--frames", 22, cwd=tmp_path / "one", code=1)  # as many batches, but others
     assert re.search("ValueError: .* 20, 'utterances': 88}, not .* 22, 'utterances'", other.errors)
@@ -319,8 +318,7 @@ def test_batches_by_a_budget(ranks, tmp_path):
     assert distance(saved[min(saved)], tmp_path / "one/best.pt") < 1e-10
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_without_a_data_set(ranks, tmp_path):
+def test_without_a_data_set(tmp_path, ranks=2):
     """PPO takes the steps of a plain loop; killed, each rank resumes its own walks, bit for bit."""
     change = LANGUAGE + "torch.optim.Adam, script.MAX_KL = torch.optim.SGD, 2e-4"
     project = patched(tmp_path, "06_ppo", change)
@@ -367,8 +365,7 @@ def test_without_a_data_set(ranks, tmp_path):
     assert distance(dict(net.state_dict()), load(tmp_path / "whole/ppo.pt")) < 1e-10
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_lora_on_fsdp(ranks, tmp_path, monkeypatch):
+def test_lora_on_fsdp(tmp_path, monkeypatch):
     """A weight is W + 2 B A. The files have A and B only, and no run resumes with another W."""
     monkeypatch.setenv("TRAIN_IMAGES", "72")
     torch.manual_seed(0)
@@ -382,7 +379,7 @@ def test_lora_on_fsdp(ranks, tmp_path, monkeypatch):
     options = ["--width", 16, "--depth", 2, "--lr", 4, "--output", "last.pt", "--best", "best.pt"]
     hsdp = "script.sys.argv += ['--shards=2', '--batch-size=2'] * (os.environ['WORLD_SIZE'] == '4')"
     killed_and_resumed(tmp_path, "05_fsdp_lora", hsdp, *options, "--base", path, "--recompute",
-                        ranks=ranks, averaged=False)
+                        ranks=4, averaged=False)
     torch.manual_seed(SEED)
     script, one = module(tmp_path / "a project/fsdp.py"), tmp_path / "one"
     script.add_adapters(whole := script.VisionTransformer(16, 2), amp=False)
@@ -413,8 +410,7 @@ def test_lora_on_fsdp(ranks, tmp_path, monkeypatch):
     assert f" {count} trained, {8 * count + len(data) // 4} bytes" in again.output
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_encoders(ranks, tmp_path):
+def test_encoders(tmp_path):
     """One process has the pairs of all ranks in a batch."""
     torch.manual_seed(0)
     images, tokens = torch.randn(84, 1, 28, 28), torch.randint(1, 40, (84, 5))
@@ -422,7 +418,7 @@ def test_encoders(ranks, tmp_path):
     for name, count in (("train", 84), ("test", 41)):
         torch.save({"images": images[:count], "tokens": tokens[:count]}, tmp_path / f"{name}.pt")
     options = ["--data-dir", tmp_path, "--lr", 6]
-    on_one_and_two(tmp_path, "04_contrastive", "", *options, batch=28, ranks=ranks)
+    on_one_and_two(tmp_path, "04_contrastive", "", *options, batch=28, ranks=4)
 
 
 def test_early_stopping(tmp_path):

@@ -7,6 +7,7 @@ import math
 import pickle
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,13 @@ from helpers import (ROOT, SCORED, SEED, copy_project, distance, equal, exit_cod
 
 CHECKPOINTING, FSDP = "06_checkpointing/train.py", "05_model_parallel/fsdp.py"
 IMAGES, TESTS = 181, 47  # of tests/small/data.py
-ALL = pytest.mark.parametrize("script", ["train", "fsdp", "stops"], ids=["06", "fsdp", "07"])
+IN_DATA = """
+from common import data
+read = data.Images.__getitem__
+data.Images.__getitem__ = lambda self, index: [
+    print("drew", drawn := torch.rand(()).item(), flush=True),
+    (lambda image, label: (image + drawn, label))(*read(self, index))][1]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +54,21 @@ def files_of(folder):
     ("train", ["--batch-size", 16], 0.6), ("fsdp", ["--batch-size", 16, "--depth", 1], 0.006),
 ], ids=["06", "fsdp"])
 def test_killed_and_resumed_bit_for_bit(script, options, peak, train, tmp_path):
-    """In the second epoch, and twice in its evaluation: a start that only evaluates saves last."""
+    """In the second epoch, and twice in its evaluation: a start that only evaluates saves last.
+
+    Random numbers in the process, as of augmentation and dropout, are those of an undisturbed run.
+    """
     options += ["--epochs", 2, "--save-every", 3]
+    train = partial(train, CHANGE=IN_DATA)
     (whole := tmp_path / "whole").mkdir()
     undisturbed = train(script, 2, *options, cwd=whole)
     in_epoch = math.ceil(IMAGES / 2) + math.ceil(TESTS / 2)  # images that a rank reads
     train(script, 2, *options, read=f"{in_epoch + 50} 9", code=9)
     in_evaluation = train(script, 2, *options, read=f"{(IMAGES - 96) // 2 + 2} 9", code=9)
     assert re.search("resuming from .*(epoch': 2, 'done': 96|2-done-0*96)", in_evaluation.output)
+    drawn, again = [re.findall("^drew (.*)", each.output, re.M)
+                    for each in (undisturbed, in_evaluation)]
+    assert len(drawn) == len({*drawn}) and {*again} < {*drawn}
     before = files_of(tmp_path)
     train(script, 2, *options, read="2 9", code=9)
     assert files_of(tmp_path) == before
@@ -78,6 +92,7 @@ def test_07_stopped_and_resumed_bit_for_bit(train, tmp_path):
     A signal is counted in the step after the one in which it came, or in the next one.
     """
     options = ["--epochs", 2, "--batch-size", 16, "--save-every", 99]
+    train = partial(train, CHANGE=IN_DATA)
     (whole := tmp_path / "whole").mkdir()
     train("stops", 2, *options, cwd=whole)
     in_epoch, ends = math.ceil(IMAGES / 2) + math.ceil(TESTS / 2), []
@@ -135,16 +150,7 @@ def test_resumes_on_any_number_of_processes(path, options, more, rounding, tmp_p
 # Random numbers
 
 
-IN_DATA = """
-from common import data
-read = data.Images.__getitem__
-data.Images.__getitem__ = lambda self, index: [
-    print("drew", drawn := torch.rand(()).item(), flush=True),
-    (lambda image, label: (image + drawn, label))(*read(self, index))][1]
-"""
-
-
-@ALL
+@pytest.mark.parametrize("script", ["train", "fsdp", "stops"], ids=["06", "fsdp", "07"])
 def test_workers_of_all_ranks_and_starts_draw_other_random_numbers(script, train):
     """A resumed epoch would otherwise have the augmentation of the first one again."""
     drawn = []
@@ -153,20 +159,6 @@ def test_workers_of_all_ranks_and_starts_draw_other_random_numbers(script, train
                        CHANGE=IN_DATA)
         drawn += re.findall("^drew (.*)", result.output, re.M)
     assert len(drawn) == len({*drawn}) == 2 * (182 + 48)
-
-
-@ALL
-def test_augmentation_and_dropout_in_the_process_resume_bit_for_bit(script, train, tmp_path):
-    """No two steps draw the same, and a resumed run draws what an undisturbed one does."""
-    options, drawn = ["--batch-size", 16, "--epochs", 2, "--save-every", 3], []
-    for folder, reads in (("whole", [None]), ("killed", ["55 9", None])):
-        (tmp_path / folder).mkdir()
-        for read in reads:
-            result = train(script, 2, *options, read=read, code=9 if read else 0, CHANGE=IN_DATA,
-                           cwd=tmp_path / folder)
-            drawn.append(re.findall("^drew (.*)", result.output, re.M))
-    assert len(drawn[0]) == len({*drawn[0]}) and {*drawn[2]} < {*drawn[0]}
-    assert equal(tmp_path / "killed/mnist.pt", tmp_path / "whole/mnist.pt")
 
 
 # What is wrong ends the run, and is not saved

@@ -29,7 +29,7 @@ SCRIPTS = {  # how many nodes, and the command of each
     "03_ddp_multinode_spawn/train.py": (2, SPAWN),
     "04_ddp_torchrun/train.py": (2, TWO),
     "05_model_parallel/train.py": (1, ONE),
-    "05_model_parallel/fsdp.py": (1, f"{ONE} --batch-size 4"),  # it needs more steps
+    "05_model_parallel/fsdp.py": (1, f"{ONE} --width 64 --depth 2 --lr 0.02"),  # in fewer steps
     "05_model_parallel/tensor_parallel.py": (1, ONE),
     "05_model_parallel/pipeline.py": (1, ONE),
     "06_checkpointing/train.py": (1, ONE),
