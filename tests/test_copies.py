@@ -17,8 +17,6 @@ pytestmark = pytest.mark.usefixtures("float64")
 GIVEN = ["--seed", SEED, "--epochs", 2]
 CHANGED = """
 import functools, os, torch
-from helpers import torchvision_datasets
-torchvision_datasets()
 torch.set_default_dtype(torch.float64)
 import {0} as script
 torch.optim.AdamW, script.MAX_GRAD_NORM = torch.optim.SGD, 1e9  # they hide a wrong divisor
@@ -34,7 +32,8 @@ def patched(folder, name, changes="", script=None):
     [file] = project.glob("*.py")
     fits = run(["patch", "-F0", file, COPIES / f"{name}.patch"], project)
     assert fits.code == 0, fits  # it names the hunk that does not fit
-    (project / "changed.py").write_text(CHANGED.format(file.stem, changes))
+    first = "import helpers; helpers.torchvision_datasets()" * ("torchvision" in file.read_text())
+    (project / "changed.py").write_text(first + CHANGED.format(file.stem, changes))
     return project
 
 
@@ -148,7 +147,7 @@ LANGUAGE = """
 kept = lambda done: 0.8
 script.EMA_DECAY, factor, steps = 0.8, script.warmup_then_decay, iter(range(1, 99))
 script.warmup_then_decay = lambda *given: [
-    os.environ.get("KILLED") == os.environ["RANK"] and next(steps) == 7
+    os.environ.get("KILLED") == os.environ["RANK"] and next(steps) == 8
     and os.kill(os.getpid(), 9), factor(*given)][1]
 """
 
@@ -160,7 +159,7 @@ def killed_and_resumed(folder, name, changes, *options, ranks=2, then=1, average
 
     def learn(part, ranks, size, **given):
         return run_ranks(project / "changed.py", ranks, *GIVEN, *options, "--data-dir", folder,
-                         unit, size[0], "--accumulate", size[1], "--save-every", 1,
+                         unit, size[0], "--accumulate", size[1], "--save-every", 2,
                          cwd=folder / part, TRAIN_IMAGES=72, **given)  # four steps and a half
 
     printed = numbers(learn("one", 1, sizes[0]))
@@ -330,7 +329,7 @@ def test_without_a_data_set(tmp_path, ranks=2):
     printed, passes = learn("whole").output, []
     learn("killed", KILLED=ranks - 1, code=9)
     assert "'processes': " in learn("killed", 3, code=1).errors
-    assert "resuming from checkpoint.pt at {'epoch': 7, " in learn("killed").output
+    assert "resuming from checkpoint.pt at {'epoch': 8, " in learn("killed").output
     assert equal(tmp_path / "whole/checkpoint.pt", tmp_path / "killed/checkpoint.pt")
     torch.manual_seed(SEED)
     net = torch.nn.Sequential(torch.nn.Linear(1, 64), torch.nn.Tanh(), torch.nn.Linear(64, 3))
