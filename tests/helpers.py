@@ -151,10 +151,19 @@ def tools(folder, bare=False, **scripts):
     return str(folder) if bare else f"{folder}:{os.environ['PATH']}"
 
 
+def threads_of_gloo():
+    """How many of them this process has: some, as long as anything refers to a process group."""
+    count = 0
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has just ended
+            count += "gloo" in path.read_text()
+    return count
+
+
 # Ranks, forked from a process that has imported torch: torchrun takes seconds to start them
 
 RANKS = multiprocessing.get_context("forkserver")
-MODULES = "nn fsdp pipelining tensor.parallel checkpoint.state_dict".split()
+MODULES = "fsdp pipelining tensor.parallel checkpoint.state_dict".split()
 RANKS.set_forkserver_preload(["tqdm", *(f"torch.distributed.{name}" for name in MODULES)])
 
 
@@ -228,12 +237,14 @@ def run_ranks(script, nproc, *options, cwd, code=0, **environment):
 # 02 and 03 fork, as an import takes seconds; main() has TEST_THREADS threads. 03 is node `rank`.
 # CLIP takes the place of MAX_GRAD_NORM, for gradients below and above it.
 STARTED = """
-import functools, signal
+import functools, helpers, signal
 def call(function, *given):  # main() or a spawned run(); checks what it leaves
     if given:  # as a spawned process does when it imports torch
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     function(*given)
     assert not torch.distributed.is_initialized(), "the process group is left to the exit"
+    if hasattr(script, "DDP") and "--compile" not in sys.argv:  # compiled code refers to the group
+        assert not helpers.threads_of_gloo(), "they might abort the process at its exit"
     if hasattr(script, "rest_of_epoch"):
         assert torch.initial_seed() > 99, "steps without seeds of their own"
     assert not given or signal.getsignal(signal.SIGINT) is signal.SIG_DFL
