@@ -1,4 +1,4 @@
-"""Write .pages/site/: a map of the scripts, two side by side, a finder for errors, the READMEs.
+"""Write .pages/site/: a map, each script next to its base, a finder for errors, the READMEs.
 
     pip install -r .pages/requirements.txt && python .pages/build.py
 
@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections import namedtuple
-from itertools import combinations, groupby, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from string import Template
 
@@ -25,8 +25,7 @@ HERE, SITE = Path(".pages"), Path(".pages/site")
 TABS = {"01-04": "one process → DDP", "04-06": "DDP → checkpoints", "06-07": "checkpoints → stops",
         "06-08": "checkpoints → Docker", "06-fsdp": "copies → shards",
         "01-02": "one process → spawn", "02-03": "spawn → two machines"}
-HOME = {SCRIPTS[new]: f"04-{new}.html" for new in SCRIPTS} | {SCRIPTS["01"]: "01-04.html"}
-HOME |= {SCRIPTS[name[3:]]: f"{name}.html" for name in TABS}
+HOME = {SCRIPTS[name[3:]]: f"{name}.html" for name in TABS} | {SCRIPTS["01"]: "01-04.html"}
 PAGES = [page for glob in ("*.md", "0*/*.md", "tests/**/*.md", ".github/*.md")
          for page in sorted(Path().glob(glob))]
 Note = namedtuple("Note", "title page texts")  # each paragraph, and each item of a list
@@ -34,7 +33,7 @@ Step = namedtuple("Step", "mark note runs begin own")  # its note is above the l
 
 
 def address(path):
-    """The page of a file of the repository; what is neither a script nor a README is copied."""
+    """The page of a file of the repository; a file that has none is copied."""
     if path in HOME:
         return HOME[path]
     path = path / "README.md" if path.is_dir() else path
@@ -91,39 +90,25 @@ class Readme:
                                              for part in node.children for line in part.children]))
 
 
-def symptoms(tables):
-    """The rows of the finder, in HTML."""
-    for place, (head, *found) in tables:
-        if head[0] == "symptom":
-            link = f'<a href="{place}">{place.partition(".")[0]}</a>'
-            yield from ("<li><p>" + "\n<p>".join([*cells, link]) for cells in found)
-
-
-def line_with(text, script, found, default=None):
-    """The first line of some runs, in train() or below, with the first name in a text's `code`."""
-    name = re.search(r"<code>\W*(\w+)|$", text)[1]
-    return next((n for run in found for n in run if name and n >= TRAIN[script].start
-                 and re.search(rf"\b{name}\b", TEXT[script][n].split("# ")[0])), default)
-
-
 def steps_of(old, new):
     """The steps that new adds, in order. A note is above their first lines below the options."""
     steps, readme = [], readmes[SCRIPTS[new].with_name("README.md")]
     for mark, found in runs(old, new).items():
         if note := readme.notes.get(mark) or mark not in MARKS[old] and others.get(mark):
-            begin = next((run for run in found if run[0] >= TRAIN[new].start), found[0])[0]
+            begin = next((run for run in found if run[0] >= TRAIN[new]), found[0])[0]
             steps.append(Step(mark, note, found, begin, mark in readme.notes))
     return sorted(steps, key=lambda step: step.begin)
 
 
 def notes_of(new, step, look):
-    """By line: the note, and those of its texts that are about one line; others' are closed."""
+    """By line: the note, and of its own lists the items, above the first line with their `code`."""
     texts, where = {step.begin: ""}, ", ".join(
         f'<a href="#{new}-{run[0] + 1}">{run[0] + 1}{f"–{run[-1] + 1}" * (len(run) > 1)}</a>'
         for run in step.runs)
+    code = {n: TEXT[new][n].split("# ")[0] for run in step.runs for n in run if n >= TRAIN[new]}
     for text in step.note.texts:
-        own_line = step.own and text.startswith("<ul>")
-        n = line_with(text, new, step.runs, step.begin) if own_line else step.begin
+        name = step.own and re.match(r"(?s)<ul>.*?<code>\W*(\w+)|", text)[1]
+        n = next((n for n in code if name and re.search(rf"\b{name}\b", code[n])), step.begin)
         texts[n] = texts.get(n, "") + text
     title = f"<b>{step.note.title}</b>" + f" (a note of {step.note.page[:2]})" * (not step.own)
     whole = (f"<details{' open' * step.own}><summary>{title}</summary>{texts.pop(step.begin)}<p "
@@ -141,7 +126,7 @@ def pair(old, new, steps):
     for k, step in enumerate(steps):
         notes |= notes_of(new, step, f"t{k}")
         looks |= {n: f"t{k}" for run in step.runs for n in run}
-    top = min([TRAIN[new].start, *notes])
+    top = min([TRAIN[new], *notes])
     end = next(n for n, (_, _, b) in enumerate(rows(old, new)) if (b or 0) >= top)
     for equal, block in groupby(rows(old, new), lambda each: each[0]):
         block = [*block]
@@ -150,10 +135,8 @@ def pair(old, new, steps):
             look = next(filter(None, colours[n:] + colours[n::-1]), "")
             shown.append(notes.get(b, "") + row(old, new, equal, a, b, look))
     fresh = sum(not equal and b is not None for equal, _, b in rows(old, new)[:end])
-    has_class = any(text.startswith("class ") for text in TEXT[new][:top])
-    what = "imports, options and the model" if has_class else "imports and options"
-    fold = (f"<details class=fold><summary>{top} lines: {what}; {fresh or 'none'} of them new "
-            f"(key o)</summary>{''.join(shown[:end])}</details>") * (end > 0)
+    fold = (f"<details class=fold><summary>The first {top} lines, with imports and options; "
+            f"{fresh or 'none'} of them new (key o)</summary>{''.join(shown[:end])}</details>")
     return f"<main><section>{fold}{''.join(shown[end:])}</section></main>"
 
 
@@ -179,8 +162,8 @@ def everywhere(mark):
     for script in [script for script in SCRIPTS if mark in MARKS[script]]:
         path, n = SCRIPTS[script], MARKS[script].index(mark)
         lines = "".join(line(script, n) for run in runs("01", script).get(mark, [[n]]) for n in run)
-        shown += f'<h3><a href="{HOME[path]}#{script}-{n + 1}">{path}</a></h3>'
-        shown += f"<div class=lines>{lines}</div>"
+        place = f"{HOME[path]}#{script}-{n + 1}" if path in HOME else address(path)
+        shown += f'<h3><a href="{place}">{path}</a></h3><div class=lines>{lines}</div>'
     return f'<section class=everywhere id="{mark}">{shown}</section>'
 
 
@@ -194,28 +177,29 @@ shutil.copytree(HERE, SITE, ignore=shutil.ignore_patterns("site", "*.html", "*.[
 page, head, first, find = [Template((HERE / f"{name}.html").read_text("utf-8"))
                            for name in ("page", "pair", "index", "find")]
 tabs = "".join(f'<a href="{name}.html">{words}</a>' for name, words in TABS.items())
-options = "".join(f"<option value={script}>{path}" for script, path in SCRIPTS.items())
 readmes = {path: Readme(path) for path in PAGES}
 others = {mark: note for readme in readmes.values() for mark, note in readme.notes.items()}
 purposes = {re.sub("<[^>]*>", "", folder): texts
             for folder, *texts in readmes[Path("README.md")].tables[0][1]}
-for old, new in combinations(SCRIPTS, 2):
+for name, change in TABS.items():
+    old, new = name.split("-")
     readme, steps = readmes[SCRIPTS[new].with_name("README.md")], steps_of(old, new)
-    left, right = [options.replace(f"={script}>", f"={script} selected>") for script in (old, new)]
-    title = f"{old} → {new}: {TABS.get(f'{old}-{new}', '')}".removesuffix(": ")
-    chips = ""
+    title, chips = f"{old} → {new}: {change}", ""
     for k, step in enumerate(steps):
-        words = step.note.title.partition(": ")[2] if step.own or len(steps) < 7 else ""
         link = f'<a class="chip t{k}" href="#{new}-{step.mark}"><b>{step.mark}</b>'
-        chips += f"{link} <span>{words}</span></a>"
+        chips += f"{link} <span>{step.note.title.partition(': ')[2]}</span></a>"
     lead = readme.html.partition("<p>")[2].partition("</p>")[0]
-    top = head.substitute(title=title, left=left, right=right, lead=lead, page=readme.page, old=old,
-                          new=new, size=size(old, new), chips=chips)
-    write(f"{old}-{new}.html", title, top + pair(old, new, steps))
+    top = head.substitute(title=title, left=SCRIPTS[old], right=SCRIPTS[new], lead=lead, old=old,
+                          new=new, page=readme.page, size=size(old, new), chips=chips)
+    write(f"{name}.html", title, top + pair(old, new, steps))
 write("index.html", "The scripts", first.substitute(map=branch("01")))
 for path, readme in readmes.items():
     write(readme.page, path, f"<article>{readme.html}</article>")
 found = sorted({mark for marks in MARKS.values() for mark in marks if mark})
 write("marks.html", "A step in all scripts", "".join(map(everywhere, found)))
-symptom_rows = "".join(each for readme in readmes.values() for each in symptoms(readme.tables))
-write("find.html", "Find an error", find.substitute(rows=symptom_rows))
+symptoms = ""
+for place, (columns, *lines) in chain.from_iterable(readme.tables for readme in readmes.values()):
+    if columns[0] == "symptom":
+        link = f'<a href="{place}">{place.partition(".")[0]}</a>'
+        symptoms += "".join("<li><p>" + "\n<p>".join([*cells, link]) for cells in lines)
+write("find.html", "Find an error", find.substitute(rows=symptoms))

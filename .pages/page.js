@@ -1,6 +1,6 @@
-// The row of steps with its keys and buttons, folds, and any two scripts
+// The row of steps with its keys and buttons, the fold, and "only changes"
 const all = (selector) => [...document.querySelectorAll(selector)];
-const bands = all("aside"), picks = all("select"), bar = document.querySelector(".steps"), brief = document.getElementById("brief");
+const bands = all("aside"), bar = document.querySelector(".steps"), brief = document.getElementById("brief");
 let here = -1; // the band that was last shown
 function show() { // the step of the address: its note, and its lines
   const target = document.getElementById(location.hash.slice(1));
@@ -19,15 +19,12 @@ const go = (by) => { // to the next band, or to the one before
 };
 const fold = () => all(".fold").forEach((each, _, [{ open }]) => each.open = !open);
 onkeydown = (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("textarea, select")) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("textarea")) return;
   ({ j: () => go(1), k: () => go(-1), o: fold })[event.key]?.();
 };
 onclick = ({ target }) => ({ next: () => go(1), back: () => go(-1) })[target.closest("button")?.id]?.();
-if (brief) brief.checked = sessionStorage.brief === "true"; // also on the next pair
-onchange = ({ target }) => {
-  if (target === brief) sessionStorage.brief = brief.checked;
-  const [a, b] = picks.map((pick) => pick.selectedIndex).sort((a, b) => a - b);
-  if (picks.includes(target) && a < b) location = `${picks[0][a].value}-${picks[0][b].value}.html`;
-};
-onpageshow = () => picks.forEach((pick) => pick.value = pick.querySelector("[selected]").value);
+if (brief) {
+  brief.checked = sessionStorage.brief === "true"; // also on the next page
+  brief.onchange = () => sessionStorage.brief = brief.checked;
+}
 (onhashchange = show)();

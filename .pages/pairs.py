@@ -33,14 +33,9 @@ def words(text):
     return lines
 
 
-def body(text):
-    """The lines of train(), if there is one; those above it are folded."""
-    found = re.search(r"(?ms)^def train\(.*?^(?=\S)", text)
-    return range(*[text.count("\n", 0, place) for place in found.span()]) if found else range(0)
-
-
 WORDS = {script: words(path.read_text("utf-8")) for script, path in SCRIPTS.items()}
-TRAIN = {script: body(path.read_text("utf-8")) for script, path in SCRIPTS.items()}
+TRAIN = {script: path.read_text("utf-8").split("\ndef train(")[0].count("\n") + 1
+         for script, path in SCRIPTS.items()}  # its first line; the page folds what is above
 
 
 @cache
@@ -79,9 +74,8 @@ def different(one, other):
     matcher = SequenceMatcher(None, *texts, False)
     if matcher.ratio() < 0.5:
         return set()
-    fresh = {n for n, word in enumerate(texts[0]) if not word.isspace()}
-    for start, _, size in matcher.get_matching_blocks():
-        fresh -= {*range(start, start + size)}
+    same = {start + n for start, _, size in matcher.get_matching_blocks() for n in range(size)}
+    fresh = {n for n, word in enumerate(texts[0]) if not word.isspace()} - same
     fresh = {n for n in fresh if one[n][0] != "c1"} or fresh
     return fresh | {n for n, word in enumerate(texts[0])
                     if word.isspace() and {n - 1, n + 1} <= fresh}
