@@ -178,12 +178,12 @@ def start(function, arguments):
 def exit_codes(ranks, limit=120):
     """The exit codes of ranks. SIGKILL ends them at the limit, or when one has ended badly.
 
-    Those of a killed rank have a second, as torchrun ends them; each may fail by itself within 30.
+    As torchrun, it does not wait for those of a killed rank; others may each fail within 30 s.
     """
     end = time.monotonic() + limit
     while None in (codes := [process.exitcode for process in ranks]) and time.monotonic() < end:
         if any(codes):
-            end = min(end, time.monotonic() + (1 if -signal.SIGKILL in codes else 30))
+            end = min(end, time.monotonic() + (0.2 if -signal.SIGKILL in codes else 30))
         time.sleep(0.01)
     for process in ranks:
         process.kill()

@@ -1,4 +1,4 @@
-"""Each script, started as its page says, in two processes on Gloo: it logs, and rank 0 saves.
+"""Each train.py, started as its page says, in two processes on Gloo: it logs, and rank 0 saves.
 
 Whoever copies a script can copy its row: nothing here needs the other files of tests/.
 """
@@ -29,9 +29,6 @@ SCRIPTS = {  # how many nodes, and the command of each
     "03_ddp_multinode_spawn/train.py": (2, SPAWN),
     "04_ddp_torchrun/train.py": (2, TWO),
     "05_model_parallel/train.py": (1, ONE),
-    "05_model_parallel/fsdp.py": (1, f"{ONE} --width 64 --depth 2 --lr 0.02"),  # in fewer steps
-    "05_model_parallel/tensor_parallel.py": (1, ONE),
-    "05_model_parallel/pipeline.py": (1, ONE),
     "06_checkpointing/train.py": (1, ONE),
     "07_slurm/train.py": (2, TASK),
     "08_docker/train.py": (1, ONE),
@@ -84,15 +81,5 @@ def test_two_processes_train_and_rank_0_saves(script, copy, tmp_path):
     [file] = tmp_path.glob("*/new/*")
     assert file == tmp_path / "0/new/mnist.pt"
     weights = torch.load(file, weights_only=True)
-    if "fc.weight" in weights:
-        assert accuracy == f"{accuracy_of(weights):.4f}"
+    assert accuracy == f"{accuracy_of(weights):.4f}"
     assert all(tensor.isfinite().all() for tensor in weights.values())
-
-
-def test_the_selftest_passes(copy, tmp_path):
-    [printed] = start(1, ONE, copy / "04_ddp_torchrun/selftest.py", tmp_path)
-    assert re.search(r"^OK: all checks passed on 2 ranks on \S+$", printed, re.M), printed
-    found = re.findall(r"^all_reduce +(\d+) MiB +(\S+) ms +(\S+) GB/s$", printed, re.M)
-    assert [size for size, *_ in found] == ["1", "8", "64"]
-    size, milliseconds, speed = map(float, found[-1])  # a bus sends 2 (n - 1) / n times the bytes
-    assert speed * milliseconds == pytest.approx(size * 2**20 / 1e6, rel=0.02)
