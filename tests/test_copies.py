@@ -163,10 +163,8 @@ def killed_and_resumed(folder, name, changes, *options, ranks=2, then=1, average
                          cwd=folder / part, TRAIN_IMAGES=72, **given)  # four steps and a half
 
     printed = numbers(learn("one", 1, sizes[0]))
-    folders = ["killed"]
-    if ranks < 4:  # more are slow
-        folders.append("several")
-        assert numbers(learn("several", ranks, sizes[1])) == printed
+    # more ranks are slow: killed in the second epoch, they are resumed on fewer
+    assert ranks > 3 or numbers(learn("several", ranks, sizes[1])) == printed
     killed = learn("killed", ranks, sizes[1], KILLED=1, code=9)
     assert len(printed) == 2 and numbers(killed) == printed[:1]
     resumed = learn("killed", then, sizes[2])
@@ -174,7 +172,7 @@ def killed_and_resumed(folder, name, changes, *options, ranks=2, then=1, average
     assert numbers(resumed)[-1].split()[-1] == printed[1].split()[-1]  # perplexity, mIoU, ...
     one, rounding = folder / "one", 1e-5 if "fsdp" in name else 1e-10  # its loss is float32
     for file in ("last.pt", "best.pt"):
-        for part in folders:
+        for part in ("several", "killed")[ranks > 3 :]:
             assert distance(one / file, folder / part / file) < rounding
     if averaged:  # what is evaluated, and saved as the best
         assert distance(first_of(one / "best.pt"), load(one / "average-0.pt")) < rounding

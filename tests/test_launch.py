@@ -41,8 +41,6 @@ def test_run_sh_starts(folder, settings, threads, launch, tmp_path):
     assert result.output == f"{launcher} {threads} {arguments} --lr a b\n", result
 
 
-# Options that would cost a run are errors at its start
-
 WRONG = {
     "01_dataparallel/train.py": ["--epochs 0", "--batch-size 0", "--output ."],
     "02_ddp_spawn/train.py": ["--epochs 0", "--nprocs 0", "--output ."],

@@ -147,9 +147,6 @@ def test_resumes_on_any_number_of_processes(path, options, more, rounding, tmp_p
         assert path != FSDP or len([*(tmp_path / f"on {ranks}/checkpoint").iterdir()]) == 2
 
 
-# Random numbers
-
-
 @pytest.mark.parametrize("script", ["train", "fsdp", "stops"], ids=["06", "fsdp", "07"])
 def test_workers_of_all_ranks_and_starts_draw_other_random_numbers(script, train):
     """A resumed epoch would otherwise have the augmentation of the first one again."""
@@ -159,9 +156,6 @@ def test_workers_of_all_ranks_and_starts_draw_other_random_numbers(script, train
                        CHANGE=IN_DATA)
         drawn += re.findall("^drew (.*)", result.output, re.M)
     assert len(drawn) == len({*drawn}) == 2 * (182 + 48)
-
-
-# What is wrong ends the run, and is not saved
 
 
 ANEW = """

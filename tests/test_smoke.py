@@ -80,6 +80,4 @@ def test_two_processes_train_and_rank_0_saves(script, copy, tmp_path):
     assert float(loss) < 5 and float(accuracy) > 0.1, printed
     [file] = tmp_path.glob("*/new/*")
     assert file == tmp_path / "0/new/mnist.pt"
-    weights = torch.load(file, weights_only=True)
-    assert accuracy == f"{accuracy_of(weights):.4f}"
-    assert all(tensor.isfinite().all() for tensor in weights.values())
+    assert accuracy == f"{accuracy_of(torch.load(file, weights_only=True)):.4f}"
