@@ -152,9 +152,9 @@ script.warmup_then_decay = lambda *given: [
 """
 
 
-def killed_and_resumed(folder, name, changes, *options, ranks=2, then=1, averaged=True,
-                        unit="--batch-size", sizes=((16, 1), (4, 2), (8, 2))):
-    """Ranks that accumulate train as one process does; also killed, and resumed on others."""
+def killed_and_resumed(folder, name, changes, *options, ranks=2, then=2, averaged=True,
+                        unit="--batch-size", sizes=((16, 1), (4, 2), (4, 2))):
+    """Ranks that accumulate, are killed and resumed train as one process does."""
     project = patched(folder, name, AVERAGE * averaged + LANGUAGE + changes)
 
     def learn(part, ranks, size, **given):
@@ -163,8 +163,6 @@ def killed_and_resumed(folder, name, changes, *options, ranks=2, then=1, average
                          cwd=folder / part, TRAIN_IMAGES=72, **given)  # four steps and a half
 
     printed = numbers(learn("one", 1, sizes[0]))
-    # more ranks are slow: killed in the second epoch, they are resumed on fewer
-    assert ranks > 3 or numbers(learn("several", ranks, sizes[1])) == printed
     killed = learn("killed", ranks, sizes[1], KILLED=1, code=9)
     assert len(printed) == 2 and numbers(killed) == printed[:1]
     resumed = learn("killed", then, sizes[2])
@@ -172,8 +170,7 @@ def killed_and_resumed(folder, name, changes, *options, ranks=2, then=1, average
     assert numbers(resumed)[-1].split()[-1] == printed[1].split()[-1]  # perplexity, mIoU, ...
     one, rounding = folder / "one", 1e-5 if "fsdp" in name else 1e-10  # its loss is float32
     for file in ("last.pt", "best.pt"):
-        for part in ("several", "killed")[ranks > 3 :]:
-            assert distance(one / file, folder / part / file) < rounding
+        assert distance(one / file, folder / "killed" / file) < rounding
     if averaged:  # what is evaluated, and saved as the best
         assert distance(first_of(one / "best.pt"), load(one / "average-0.pt")) < rounding
         assert distance(one / "last.pt", one / "best.pt") > 1e-3
@@ -189,14 +186,15 @@ def test_a_language_model(name, average, options, tmp_path):
     lines = [f"{n**5} {n % 7 * 'ab'}" for n in range(83)]
     (tmp_path / "train.txt").write_text("\n".join(lines[:72]))
     (tmp_path / "test.txt").write_text("\n".join(lines[72:]))
-    killed_and_resumed(tmp_path, name, average, *options, "--workers", 0)
+    alone = {"then": 1, "sizes": ((16, 1), (4, 2), (8, 2))} if "06" in name else {}
+    killed_and_resumed(tmp_path, name, average, *options, "--workers", 0, **alone)
 
 
 def test_fsdp_with_tensor_parallelism(tmp_path):
     """Four ranks, of which two compute each layer together, with clipped gradients."""
     killed_and_resumed(tmp_path, "05_fsdp_tp", "script.MAX_GRAD_NORM = 1.3", "--lr", 1,
-                        "--width", 16, "--depth", 1, "--output", "last.pt", ranks=4, then=2,
-                        averaged=False)
+                        "--width", 16, "--depth", 1, "--output", "last.pt", ranks=4,
+                        averaged=False, sizes=((16, 1), (4, 2), (8, 2)))
 
 
 def test_a_segmentation(tmp_path):
@@ -238,7 +236,7 @@ def test_two_networks(tmp_path, monkeypatch):
     changes = "torch.optim.AdamW = lambda weights, lr, betas: torch.optim.SGD(weights, lr, 0.5)"
     options = ["--lr", 0.02, "--workers", 1, "--output", "last.pt"]
     lines = killed_and_resumed(tmp_path, "06_gan", changes, *options, averaged=False,
-                               sizes=((20, 1), (5, 2), (10, 2)))
+                               then=1, sizes=((20, 1), (5, 2), (10, 2)))
     net = module(tmp_path / "a project/train.py").build_generator()
     net.load_state_dict(load(tmp_path / "one/best.pt"))
     noise = [torch.randn(64, generator=torch.manual_seed(hash((0, 0, row)))) for row in range(47)]
@@ -247,9 +245,9 @@ def test_two_networks(tmp_path, monkeypatch):
     gaps = (both[:, None] - both).flatten(2).norm(dim=2).view(2, 47, 2, 47).mean((1, 3))
     distances = [line.split()[-1] for line in lines]
     assert f"{2 * gaps[0, 1] - gaps.trace():.4f}" == min(distances, key=float)
-    saved, *others = [load(tmp_path / folder / "checkpoint.pt")["discriminator"]
-                      for folder in ("one", "several", "killed")]
-    assert all(distance(saved, other) < 1e-10 for other in others)
+    saved, other = [load(tmp_path / folder / "checkpoint.pt")["discriminator"]
+                      for folder in ("one", "killed")]
+    assert distance(saved, other) < 1e-10
 
 
 def test_batches_by_a_budget(tmp_path):
@@ -261,7 +259,7 @@ def test_batches_by_a_budget(tmp_path):
     torch.save(pairs[:11], tmp_path / "test.pt")
     torch.save(pairs[11:], tmp_path / "train.pt")
     printed = killed_and_resumed(
-        tmp_path, "06_ctc", "", "--lr", 0.1, ranks=3, then=2, averaged=False,
+        tmp_path, "06_ctc", "", "--lr", 0.1, ranks=3, averaged=False,
         unit="--frames", sizes=((20, 12), (20, 4), (20, 6)))
     other = run_ranks("../a project/changed.py", 1, *GIVEN, "--lr", 0.1, "--data-dir", tmp_path,
                       "--frames", 22, cwd=tmp_path / "one", code=1)  # as many batches, but others
@@ -356,7 +354,7 @@ def test_lora_on_fsdp(tmp_path, monkeypatch):
     options = ["--width", 16, "--depth", 2, "--lr", 4, "--output", "last.pt", "--best", "best.pt"]
     hsdp = "script.sys.argv += ['--shards=2', '--batch-size=2'] * (os.environ['WORLD_SIZE'] == '4')"
     killed_and_resumed(tmp_path, "05_fsdp_lora", hsdp, *options, "--base", path, "--recompute",
-                        ranks=4, then=2, averaged=False, sizes=((16, 1), (4, 2), (4, 2)))
+                        ranks=4, averaged=False)
     torch.manual_seed(SEED)
     script, one = module(tmp_path / "a project/fsdp.py"), tmp_path / "one"
     script.add_adapters(whole := script.VisionTransformer(16, 2), amp=False)
