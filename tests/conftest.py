@@ -10,7 +10,7 @@ from helpers import ROOT
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks torch; all commands inherit it
 sys.path.insert(0, str(ROOT))  # for common/
-multiprocessing.forkserver.ensure_running()  # it imports torch, for helpers.RANKS, as pytest does
+multiprocessing.forkserver.ensure_running()  # for helpers.RANKS: imports torch while pytest does
 torch.set_num_threads(1)  # two threads wait for each other where other processes use the cores
 
 

@@ -64,8 +64,8 @@ def train(epochs, amp):
                   f"{train_sampler.total_size / seconds:.0f} images/s", flush=True)
         if accuracy >= 0.99:
             break
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     train(int(sys.argv[1]), "--amp" in sys.argv)
+    dist.destroy_process_group()

@@ -75,7 +75,7 @@ def hunks(number, folder):
 
 
 @pytest.mark.parametrize("number", BASES)
-def test_each_change_opens_with_a_mark_that_has_words(number, tmp_path):
+def test_each_added_block_opens_with_a_mark_that_has_words(number, tmp_path):
     """A block of more lines than it replaces; a mark stands once per block, or function."""
     for old, new in hunks(number, tmp_path):
         lines = [line[1:].strip() for line in new if line[1:].strip()]

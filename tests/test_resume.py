@@ -298,7 +298,7 @@ script.Block = lambda width: (block := Block(width), wrap(block))[block.up.weigh
 
 def test_fsdp_fails_at_the_first_save_if_no_run_could_resume(project, train, tmp_path):
     """A weight without a gradient; a folder that a rank does not see; but wrapped blocks resume."""
-    for epochs, change in enumerate((WRAPPED, "0"), start=1):
+    for epochs, change in enumerate(("0", WRAPPED), start=1):
         train("fsdp", 2, "--batch-size", 90, "--epochs", epochs, cwd=tmp_path / "w", CHANGE=change)
     result = train("fsdp", 2, "--save-every", 1, code=1, CHANGE=UNUSED)
     assert "ValueError: unused.weight has had no gradient: use or" in result.errors, result
