@@ -56,7 +56,8 @@ def train(args):
     test_loader = DataLoader(test_set, 250, **options)
 
     # 3. Model
-    net = ConvNet().to(device, memory_format=torch.channels_last)
+    layout = torch.channels_last if device.type == "cpu" else torch.contiguous_format
+    net = ConvNet().to(device, memory_format=layout)  # CPU: a third faster; GPU: DDP would warn
     model = net
     if device.type == "cuda" and torch.cuda.device_count() > 1:
         if args.amp or args.compile:  # DP-1: float16 in its threads; compile is untested
@@ -106,8 +107,9 @@ def evaluate(net, test_loader, device):
     """Return the fraction of the test set that the network classifies correctly."""
     net.eval()
     correct = []
-    for images, labels in test_loader:
-        correct.append(net(images.to(device)).argmax(1) == labels.to(device))
+    for batch in test_loader:
+        images, labels = [part.to(device, non_blocking=True) for part in batch]
+        correct.append(net(images).argmax(1) == labels)
     correct = torch.cat(correct)
     return correct.sum().item() / len(correct)
 

@@ -89,7 +89,8 @@ def train(local_rank, args):  # DDP-0: in each of the processes
     test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
     # 3. Model
-    net = ConvNet().to(device, memory_format=torch.channels_last)
+    layout = torch.channels_last if device.type == "cpu" else torch.contiguous_format
+    net = ConvNet().to(device, memory_format=layout)  # CPU: a third faster; GPU: DDP would warn
     if args.sync_bn:  # DDP-2: convert BatchNorm, then wrap the model
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     model = DDP(net, gradient_as_bucket_view=True)  # backward averages the gradients
@@ -145,8 +146,9 @@ def evaluate(net, test_loader, device):
         dist.broadcast(buffer, src=0)
     net.eval()
     correct = []
-    for images, labels in test_loader:
-        correct.append(net(images.to(device)).argmax(1) == labels.to(device))
+    for batch in test_loader:
+        images, labels = [part.to(device, non_blocking=True) for part in batch]
+        correct.append(net(images).argmax(1) == labels)
     correct = gather_in_order(torch.cat(correct), len(test_loader.dataset))  # DDP-5: of all ranks
     return correct.sum().item() / len(correct)
 

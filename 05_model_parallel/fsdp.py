@@ -237,8 +237,9 @@ def evaluate(model, test_loader, device):
     """Return the fraction of the test set that the network classifies correctly."""
     model.eval()
     correct = []
-    for images, labels in test_loader:
-        correct.append(model(images.to(device)).argmax(1) == labels.to(device))
+    for batch in test_loader:
+        images, labels = [part.to(device, non_blocking=True) for part in batch]
+        correct.append(model(images).argmax(1) == labels)
     model.reshard()  # FSDP-2: frees the root's own layers, which only a backward would do
     correct = gather_in_order(torch.cat(correct), len(test_loader.dataset))  # DDP-5: of all ranks
     return correct.sum().item() / len(correct)

@@ -153,10 +153,11 @@ def evaluate(model, test_loader, device):
     for images, labels in test_loader:
         hidden = torch.empty(len(images), 16 * 14 * 14, device=device)
         if rank == 0:
-            hidden = model(images.to(device))
+            hidden = model(images.to(device, non_blocking=True))
         dist.broadcast(hidden, src=0)  # MP-2: to the other stage
         if rank == 1:
-            correct += (model(hidden).argmax(1) == labels.to(device)).sum()
+            labels = labels.to(device, non_blocking=True)
+            correct += (model(hidden).argmax(1) == labels).sum()
     dist.all_reduce(correct)  # MP-5: 0 on rank 0
     return correct.item() / len(test_loader.dataset)
 

