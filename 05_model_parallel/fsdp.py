@@ -183,8 +183,8 @@ def train(args):
         bar = iter(tqdm(train_loader, title, leave=False, disable=rank > 0 or None))  # DDP-7: once
         while micro_batches := list(itertools.islice(bar, args.accumulate)):  # those of one step
             images_in_step = sum(len(batch[1]) for batch in micro_batches)  # or batch["labels"]
-            for batch in micro_batches:  # the backward of the last one averages the gradients
-                model.set_requires_gradient_sync(batch is micro_batches[-1])  # DDP-7: only once
+            for number, batch in enumerate(micro_batches, start=1):  # the last backward averages
+                model.set_requires_gradient_sync(number == len(micro_batches))  # DDP-7: only once
                 images, labels = [part.to(device, non_blocking=True) for part in batch]
                 loss = criterion(model(images).float(), labels)
                 (loss * (len(labels) / images_in_step)).backward()  # DDP-7: a weighted mean

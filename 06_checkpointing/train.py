@@ -131,8 +131,8 @@ def train(args):
         bar = iter(tqdm(train_loader, title, leave=False, disable=rank > 0 or None))  # DDP-7: once
         while micro_batches := list(itertools.islice(bar, args.accumulate)):  # those of one step
             images_in_step = sum(len(batch[1]) for batch in micro_batches)  # or batch["labels"]
-            for batch in micro_batches:  # the backward of the last one averages the gradients
-                with contextlib.nullcontext() if batch is micro_batches[-1] else model.no_sync():
+            for number, batch in enumerate(micro_batches, start=1):  # the last backward averages
+                with contextlib.nullcontext() if number == len(micro_batches) else model.no_sync():
                     images, labels = [part.to(device, non_blocking=True) for part in batch]
                     with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
                         loss = criterion(model(images), labels)
