@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
 # Two processes: two copies of a network, each split by hand across two devices
 #   bash 05_model_parallel/run.sh --chunks 8
-# The other ways, with NPROC processes where there are more GPUs
-#   SCRIPT=fsdp.py NPROC=8 bash 05_model_parallel/run.sh --checkpoint fsdp-run1
+# The other ways, with one process per GPU, or two; a pipeline always has two
+#   SCRIPT=fsdp.py bash 05_model_parallel/run.sh --checkpoint fsdp-run1
 #   SCRIPT=tensor_parallel.py bash 05_model_parallel/run.sh
 #   SCRIPT=pipeline.py bash 05_model_parallel/run.sh --schedule 1f1b
 set -eu
-NPROC=${NPROC:-2}
-cores=$(nproc)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + NPROC - 1) / NPROC))} # threads per process
+script=${SCRIPT:-train.py}
+if [ "$script" = train.py ] || [ "$script" = pipeline.py ]; then NPROC=${NPROC:-2}; fi
+if command -v nvidia-smi >/dev/null; then NPROC=${NPROC:-gpu}; else NPROC=${NPROC:-2}; fi
+if [ "$NPROC" != gpu ]; then # on GPUs torchrun's one thread per process is enough
+  cores=$(nproc)
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + NPROC - 1) / NPROC))}
+fi
 exec torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node="$NPROC" \
-  "$(dirname "$0")/${SCRIPT:-train.py}" "$@"
+  "$(dirname "$0")/$script" "$@"

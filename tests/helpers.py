@@ -26,7 +26,8 @@ COPIES = ROOT / "tests/copies"
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("0*/train.py"))
 TORCHRUN = ["torchrun", "--standalone", "--local-addr=127.0.0.1"]
 IGNORED = shutil.ignore_patterns(".git", ".venv", "*cache*", "data", "site", "*.pt")
-VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")  # conftest.py hides them
+# conftest.py hides them, and workers of pytest-xdist inherit what it has set
+VISIBLE_GPUS = os.environ.setdefault("VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 EPOCH = re.compile(r"epoch (?P<epoch>\d+)/(?P<epochs>\d+)  loss (?P<loss>\d+\.\d{4}|-)  accuracy "
                    r"(?P<accuracy>[01]\.\d{4})  (?P<seconds>\d+\.\d) s  (?P<speed>\d+) images/s"
                    r"(?P<memory>  \d+\.\d\d GB)?(?P<since>  since \d+%)?")
@@ -192,13 +193,18 @@ def exit_codes(ranks, limit=120):
 
 
 def start_ranks(script, nproc, options, cwd, files, **environment):
-    """Start a script in ranks as torchrun does; they append to two files, output and errors."""
+    """Start a script in ranks as torchrun does; they append to two files, output and errors.
+
+    With SHARED_GPU in the environment they share one: NCCL takes each for another machine.
+    """
     Path(cwd).mkdir(exist_ok=True)
     launch = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
     launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     of_now = ("CUDA_VISIBLE_DEVICES", "TRAIN_IMAGES")  # the forkserver's are older
     launch |= {name: os.environ.get(name, "") for name in of_now} | environment
     given = [{"RANK": rank, "LOCAL_RANK": rank, **launch} for rank in range(nproc)]
+    for each in given if "SHARED_GPU" in os.environ else ():
+        each |= {"LOCAL_RANK": 0, "NCCL_HOSTID": each["RANK"], "NCCL_SOCKET_IFNAME": "lo"}
     return start(run_rank, [(Path(cwd, script), options, cwd, each, files) for each in given])
 
 

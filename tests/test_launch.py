@@ -25,6 +25,9 @@ MASTER = "--master-addr=10.0.0.1 --master-port=29500"
     ("04_ddp_torchrun", {**STATIC, "OMP_NUM_THREADS": "7"}, "7",
      f"torchrun --nnodes=2 --node-rank=1 --nproc-per-node=2 {MASTER} {{}}/train.py"),
     ("05_model_parallel", {"SCRIPT": "fsdp.py"}, "6", f"{STANDALONE}2 {{}}/fsdp.py"),
+    ("05_model_parallel", GPUS | {"SCRIPT": "fsdp.py"}, "", f"{STANDALONE}gpu {{}}/fsdp.py"),
+    ("05_model_parallel", GPUS, "6", f"{STANDALONE}2 {{}}/train.py"),
+    ("05_model_parallel", GPUS | {"SCRIPT": "pipeline.py"}, "6", f"{STANDALONE}2 {{}}/pipeline.py"),
     ("06_checkpointing", GPUS, "", f"{STANDALONE}gpu --max-restarts=3 {{}}/train.py"),
     ("06_checkpointing", {"RDZV_ENDPOINT": "h:29400", "RDZV_ID": "a run"}, "6",
      "torchrun --nnodes=1:2 --nproc-per-node=2 --max-restarts=3 --rdzv-backend=c10d "

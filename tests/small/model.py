@@ -1,5 +1,6 @@
 """In place of common/model.py: a small network with BatchNorm and dropout, which reports."""
 
+import os
 import traceback
 
 import torch
@@ -26,6 +27,6 @@ class ConvNet(nn.Module):
             print(f"{what} on {logits.device} in {logits.dtype}, gradients {logits.requires_grad}, "
                   f"seed {torch.initial_seed()}, {torch.get_num_threads()} threads, "
                   f"compiled {wrappers > 1}", flush=True)
-            if logits.is_cuda:  # the training warns where a line waits for the GPU
+            if "WAITS" in os.environ:  # the training warns where a line waits for the GPU
                 torch.cuda.set_sync_debug_mode("warn" if self.training else "default")
         return logits
