@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # if common/ is not next to this
 from common.data import load_mnist
-from common.gather import check_equal, gather_in_order
+from common.gather import check_equal, gather_in_order, wait_for_file
 
 MAX_GRAD_NORM = 1.0
 
@@ -124,8 +124,7 @@ def train(args):
     test_loader = DataLoader(test_set, args.batch_size, sampler=test_sampler, **options)
 
     # 3. Model
-    # A machine may not have memory for a whole model per rank. So only rank 0 builds one, and all
-    # ranks build its shapes, on the meta device. Of these they make shards, which rank 0 fills.
+    # Only rank 0 has memory for a whole model. All ranks shard its shapes, which rank 0 then fills.
     whole = VisionTransformer(args.width, args.depth) if rank == 0 else None  # FSDP-1: or load it
     with torch.device("meta"):
         model = VisionTransformer(args.width, args.depth, args.recompute)
@@ -144,12 +143,12 @@ def train(args):
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, src=0)
     del whole
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    sizes = [sum(part.numel() for part in some) for some in (model.parameters(), trained)]
     if rank == 0:
         own = sum(parameter.to_local().nbytes for parameter in model.parameters())
-        count = sum(parameter.numel() for parameter in trained)
-        print(f"{parameters} parameters, {count} trained, {own} bytes on rank 0", flush=True)
+        note = ", shards span nodes" * (int(os.environ["LOCAL_WORLD_SIZE"]) % args.shards > 0)
+        print(f"{sizes[0]} parameters, {sizes[1]} trained, {own} bytes on rank 0{note}", flush=True)
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -159,9 +158,10 @@ def train(args):
     total_steps = args.epochs * math.ceil(length / global_batch)  # CKPT-4: there is no loader yet
     peaks = [group["lr"] for group in optimizer.param_groups]
     progress = {"epoch": 1, "done": 0, "best": -math.inf}  # CKPT-1: add your own numbers
-    fingerprint = {"length": length, "seed": args.seed, "lr": args.lr, "parameters": parameters}
+    fingerprint = {"length": length, "seed": args.seed, "lr": args.lr, "parameters": sizes[0]}
     check_equal("options", {"epochs": args.epochs, "batch-size": args.batch_size, **fingerprint,
-                            "accumulate": args.accumulate, "save-every": args.save_every})
+                            "accumulate": args.accumulate, "save-every": args.save_every,
+                            "names": [*model.state_dict()]})  # in the same order
     state = State(args.checkpoint, model, optimizer, progress, fingerprint, launcher)  # FSDP-4: DCP
     state.load()
     check_equal("progress in --checkpoint", (progress["epoch"], progress["done"]))
@@ -263,6 +263,7 @@ class State:  # FSDP-4: in shards, in place of one file
     def __init__(self, folder, model, optimizer, progress, fingerprint, launcher):
         self.folder, self.model, self.optimizer, self.launcher = folder, model, optimizer, launcher
         self.progress, self.fingerprint = progress, json.dumps(fingerprint)  # tuples become lists
+        self.shared = False  # whether all nodes see the folder
 
     def state_dict(self):
         weights, of_optimizer = dcp_state.get_state_dict(self.model, self.optimizer)
@@ -286,8 +287,7 @@ class State:  # FSDP-4: in shards, in place of one file
             raise RuntimeError("torchrun was killed, and its processes end, too")
         path = self.folder / "epoch-{epoch:08}-done-{done:012}".format(**self.progress)
         dcp.save({"state": self}, checkpoint_id=path)
-        if not (path / ".metadata").exists():  # which rank 0 has written
-            raise ValueError(f"{path} is not on a disk that all nodes share")
+        self.shared = self.shared or wait_for_file(path / ".metadata")  # rank 0's; only once
         if dist.get_rank() == 0:
             kept = {each.parent for each in sorted(self.folder.glob("epoch-*/.metadata"))[-2:]}
             for older in {each for each in self.folder.glob("epoch-*") if each < path} - kept:
@@ -295,13 +295,13 @@ class State:  # FSDP-4: in shards, in place of one file
 
     def load(self):
         """Load the newest complete checkpoint, if there is one, on all ranks."""
-        complete = [sorted(self.folder.glob("epoch-*/.metadata"))]  # written after the shards
-        dist.broadcast_object_list(complete)  # as rank 0 sees the disk
-        if complete[0]:
-            newest = complete[0][-1].parent
+        seen = [None] * dist.get_world_size()  # a node may see a file late, so ask all
+        dist.all_gather_object(seen, [*self.folder.glob("epoch-*/.metadata")])
+        if newest := max(itertools.chain(*seen), default=None):  # written after the shards
+            self.shared = wait_for_file(newest)
             if dist.get_rank() == 0:
-                print(f"resuming from {newest} on {dist.get_world_size()} ranks", flush=True)
-            dcp.load({"state": self}, checkpoint_id=newest)
+                print(f"resuming from {newest.parent} on {dist.get_world_size()} ranks", flush=True)
+            dcp.load({"state": self}, checkpoint_id=newest.parent)
 
 
 def warmup_then_decay(step, total_steps):

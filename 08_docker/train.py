@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # if common/ is not next to this
 from common.data import load_mnist
-from common.gather import check_equal, gather_in_order
+from common.gather import check_equal, gather_in_order, wait_for_file
 from common.model import ConvNet
 
 MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
@@ -101,7 +101,7 @@ def train(args):
     fingerprint = {"length": length, "seed": args.seed, "lr": args.lr, "names": [*net.state_dict()]}
     check_equal("options", {"epochs": args.epochs, "batch-size": args.batch_size, **fingerprint,
                             "accumulate": args.accumulate, "save-every": args.save_every})
-    if args.checkpoint.exists():  # CKPT-3: all ranks read it
+    if wait_for_file(args.checkpoint):  # CKPT-3: all ranks read it
         load_checkpoint(args.checkpoint, stateful, progress, fingerprint)
     check_equal("progress in --checkpoint", (progress["epoch"], progress["done"]))
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]

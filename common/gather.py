@@ -3,6 +3,8 @@
 Gradients do not flow through them: torch.distributed.all_gather returns tensors without a graph.
 """
 
+import time
+
 import torch
 import torch.distributed as dist
 
@@ -65,3 +67,18 @@ def check_equal(name, value, tolerance=0):
             values = [{key: each[key] for key in each if key not in same} for each in values]
         shown = ", ".join(f"{each}"[:300] for each in values)  # there may be thousands of names
         raise ValueError(f"{name} of the ranks differ, or are not finite: [{shown}]")
+
+
+def wait_for_file(path, seconds=90):
+    """Return whether a rank sees this file; if one does, wait until all do.
+
+    A network disk may show a node late what another one has just written: NFS up to a minute, as it
+    caches which names are missing. ValueError on all ranks: some do not see it after the seconds.
+    """
+    for _ in range(seconds):
+        seen = [None] * dist.get_world_size()
+        dist.all_gather_object(seen, path.exists())
+        if len({*seen}) == 1:
+            return seen[0]
+        time.sleep(1)
+    raise ValueError(f"{path} is not on a disk that all nodes share; who sees it: {seen}"[:300])
