@@ -59,7 +59,7 @@ def on_one_and_two(folder, name, changes="", *options, batch, ranks=2):
     return one, several
 
 
-[LINES] = re.findall("```python\n(found = .*?)```", (ROOT / "README.md").read_text(), re.S)
+[LINES] = re.findall("```python\n(found, .*?)```", (ROOT / "README.md").read_text(), re.S)
 OWN = f"""
 script.EPOCHS, script.SEED, script.NOISE = 2, 3, 0
 dist, world_size, validate = script.dist, int(os.environ["WORLD_SIZE"]), script.validate
@@ -93,9 +93,10 @@ def test_an_own_script_with_ddp(tmp_path):
 @pytest.mark.parametrize("fault", [
     "script.DDP = lambda net: net", "DDP = script.DDP; script.DDP = lambda net: (DDP(net), net)[1]",
     "if os.environ['RANK'] == '1': torch.optim.SGD.step = lambda self: 0",
-    "script.SEED += int(os.environ['RANK'])"])
+    "script.SEED += int(os.environ['RANK'])", "DDP = script.DDP; script.DDP = lambda net: (os.environ"
+    "['RANK'] == '1' and net._modules.update({'5': net._modules.pop('4')}), DDP(net))[1]"])
 def test_lines_that_compare_the_ranks_of_an_own_script(fault, tmp_path):
-    """Without DDP, with a plain call of the network, a rank without steps, another split."""
+    """Without DDP, with a plain call of the network, a rank without steps, another split or name."""
     project = patched(tmp_path, "own_ddp", OWN + fault, "tests/copies/own.py")
     result = run_ranks("changed.py", 2, cwd=project, code=1)
     assert "the ranks differ: [" in result.errors
