@@ -5,10 +5,11 @@ const NO_CAUSE = [ // lines, and parts of lines, that choose a row only if nothi
   /^.*(childfailederror|error_file|closing signal|death signal|got signal|exited with exit code|terminating stepid).*$|process group watchdog.*exception: /gm, // that something failed
   /^.*(warning|nccl info).*$|^\W?[wi]\d{3,4}\b.*$|^info\b.*$/gm, // warnings
   /^.*setting omp_num_threads.*$|^nccl version.*$|^wandb\b.*$|\d+%\|.*?\]/gm]; // what healthy jobs print; a progress bar
-const [PLAIN, EXIT, POINTER, WARNING, HEALTHY] = [0, 1, 1.5, 3, 4]; // the ranks of rows; 2: that something failed
-const POINTS_UP = /(error|traceback).{0,40}\b(above|earlier)\b/i; // a row that sends the reader to an earlier error
+const [POINTER, WARNING, HEALTHY] = [1.5, 3, 4]; // ranks of rows: the place in NO_CAUSE of their lines, but
+const POINTS_UP = /(error|traceback).{0,40}\b(above|earlier)\b/i; // one that sends the reader to an earlier error
+const HARMLESS = /\b(only a warning|harmless)\b/;
 const EVENT = /(?<!(error|exception|occurred): \s*)^.*(?<!original )traceback \(most recent|^\W?[ef]\d{3,4} /gm; // an error begins
-const RAISED = /^\s*[\w.]*(error|exception|\.py: error)(: \S.*)?$/m; // Python's and argparse's last line
+const RAISED = /^ *[\w.]*(error|exception|\.py: error)(: \S.*)?$/m; // Python's and argparse's last line
 const WITH = /^ with (\S+: )?$/; // between two texts that the log must both have
 const ANYTHING = /(…|\.{3}|"[^"]*"|\S*\/\S+|\S+\.pt\b|(?<!-|signal:? |errno: )\b\d[\d.:]*|\s+)/; // numbers, paths, ...
 const PREFIX = /^(\d+: |[\w.-]+ +\| |\(\S+ pid=\S+\) |\d{4}-\d\d-\d\d[t ][\d:.,]+z? )|\[[a-z]*\d+\]: ?/gm; // srun, compose, Ray, a time; torch
@@ -32,36 +33,44 @@ function quoted(texts, { textContent, previousSibling, nextSibling }) { // a who
 const search = (texts, text) => texts.flatMap(({ patterns }) => patterns.find(({ regexp }) => regexp.test(text)) ?? []);
 const rows = Array.from(list.children, (row) => [row, [...row.firstChild.querySelectorAll("code")].reduce(quoted, [])]);
 
-function find(text) { // the rows that fit, and the earliest exception that none of them explains
-  const without = [text]; // all lines, without those of the last pattern of NO_CAUSE, without those of the last two, ...
+function find(text) { // the rows that fit, with the cause before all others
+  const without = [text]; // the log without all NO_CAUSE, ..., without the last of them, and whole
   for (const lines of NO_CAUSE.toReversed()) without.unshift(without[0].replace(lines, (line) => " ".repeat(line.length)));
-  const events = [...text.matchAll(EVENT)].map(({ index }) => index), hits = [];
+  const events = [0, ...Array.from(text.matchAll(EVENT), ({ index }) => index)], hits = [];
   for (const [row, all] of rows) {
     const texts = all.filter(({ needs }) => needs.every((each) => each.test(text)));
     if (!search(texts, text).length) continue;
     const level = without.findIndex((some) => search(texts, some).length), found = search(texts, without[level]);
-    const points = POINTS_UP.test(row.textContent), at = Math.min(...found.map(({ regexp }) => without[level].search(regexp)));
-    hits.push({ row, texts, at, size: found.reduce((sum, { size }) => sum + size, 0), event: events.filter((begin) => begin <= at).length,
-      rank: points ? Math.max(level, POINTER) : level, points, oneOf: row.textContent.includes("One of: ") });
+    const at = Math.min(...found.map(({ regexp }) => without[level].search(regexp)));
+    const words = row.textContent, points = POINTS_UP.test(words), oneOf = words.includes("One of: ");
+    const rank = Math.max(level, points ? POINTER : HARMLESS.test(words) ? WARNING : 0);
+    hits.push({ row, texts, at, level, points, oneOf, rank,
+      event: events.findLastIndex((begin) => begin <= at), size: found.reduce((sum, { size }) => sum + size, 0) });
   }
   hits.sort((a, b) => a.rank - b.rank || a.event - b.event || a.rank < POINTER && a.oneOf - b.oneOf || b.size - a.size || a.at - b.at);
-  const own = [0, ...events].map((begin, event) => {
-    const part = without[PLAIN].slice(begin, events[event]), at = part.search(RAISED);
-    const explained = at < 0 || hits.some(({ texts }) => search(texts, part).length);
-    return explained ? [] : { event, at: begin + at + part.slice(at).search(/\S/), raised: /^(?!.*-packages\b)\S+", line/.test(part.slice(0, at).split('file "').at(-1)) };
-  }).flat()[0];
-  return { hits, own, failed: /error|exception|fail/.test(without[EXIT + 1]), others: /\w/.test(without[HEALTHY - 1]) };
+  return { hits, without, events };
+}
+
+function unexplained({ hits, without, events }) { // the earliest exception that no row explains
+  for (const [event, begin] of events.entries()) {
+    const part = without[0].slice(begin, events[event + 1]), exception = RAISED.exec(part);
+    if (!exception || hits.some(({ texts }) => search(texts, part).length)) continue;
+    const frame = part.slice(0, exception.index).split('file "').at(-1); // the innermost one
+    return { event, at: begin + exception.index, raised: /^[^"]+", line/.test(frame) && !/^[^"]*-packages\b/.test(frame) };
+  }
 }
 
 log.oninput = () => {
-  const text = clean(log.value), { hits, own, failed, others } = find(text), [first] = hits;
-  list.replaceChildren(...(first ? hits.map(({ row }) => row) : rows.map(([row]) => row)));
-  const isOwn = own && !(first?.rank < POINTER && first.event <= own.event);
-  nothing.hidden = !text.trim() || isOwn && own.raised || first && (first.oneOf || first.rank < WARNING && !first.points || (first.rank < HEALTHY ? !failed : !others));
-  several.hidden = isOwn || !first?.oneOf;
-  raised.hidden = !isOwn || !own.raised;
-  excerpt.hidden = !first && !isOwn;
-  const line = text.slice(0, isOwn ? own.at : first?.at ?? 0).split("\n").length, lines = log.value.split("\n");
+  const text = clean(log.value), found = find(text), [first] = found.hits, [, , failure, healthy] = found.without;
+  const earliest = unexplained(found), own = earliest && !(first?.rank < POINTER && first.event <= earliest.event) && earliest;
+  const names = first && (first.oneOf || (first.level < WARNING ? !first.points // what it has is the cause
+    : first.level < HEALTHY ? !/error|exception|fail/.test(failure) : !/\w/.test(healthy))); // nothing else is in the log
+  list.replaceChildren(...(first ? found.hits.map(({ row }) => row) : rows.map(([row]) => row)));
+  raised.hidden = !own?.raised;
+  nothing.hidden = !text.trim() || own?.raised || !own && names;
+  several.hidden = own || !first?.oneOf;
+  excerpt.hidden = !own && !first;
+  const line = text.slice(0, (own || first)?.at).split("\n").length, lines = log.value.split("\n");
   const cuts = [Math.max(line - 3, 0), line - 1, line, line + 2];
   [...excerpt.children].forEach((part, n) => part.textContent = lines.slice(cuts[n], cuts[n + 1]).join("\n") + "\n");
 };
