@@ -1,18 +1,18 @@
 // The rows whose quoted texts occur in a log: first those of its earliest error, and of them those with the longest texts
 const [log, list, nothing, several, raised, excerpt] = ["log", "rows", "nothing", "several", "raised", "excerpt"].map((id) => document.getElementById(id));
-const NO_CAUSE = [ // lines, and parts of lines, that choose a row only if nothing before them in this list does
+const NO_CAUSE = [ // lines, or parts of them, that choose a row only if nothing else does but what follows here
   /^.*(exitcode|received by pid).*$/gm, // how a process ended
-  /^.*(childfailederror|error_file|closing signal|death signal|got signal|exited with exit code|terminating stepid).*$|process group watchdog.*exception: /gm, // that something failed
-  /^.*(warning|nccl info).*$|^\W?[wi]\d{3,4}\b.*$|^info\b.*$/gm, // warnings
-  /^.*setting omp_num_threads.*$|^nccl version.*$|^wandb\b.*$|\d+%\|.*?\]/gm]; // what healthy jobs print; a progress bar
-const [POINTER, WARNING, HEALTHY] = [1.5, 3, 4]; // ranks of rows: the place in NO_CAUSE of their lines, but
-const POINTS_UP = /(error|traceback).{0,40}\b(above|earlier)\b/i; // one that sends the reader to an earlier error
-const HARMLESS = /\b(only a warning|harmless)\b/;
+  /^.*(childfailederror|error_file|(closing|death|got) signal|exited with exit code|terminating stepid).*$|process group watchdog.*exception: /gm,
+  /^.*warning.*$|^\W?[wi]\d{3,4}\b.*$|^info\b.*$/gm, // above: that something failed
+  /^.*(setting omp_num_threads|\*{9}|distributed\/run\.py: \d+\]|^nccl version|nccl info nccl version|^wandb).*$|\d+%\|.*?\]/gm]; // healthy jobs
+const [POINTER, WARNING, HEALTHY] = [1.5, 3, 4]; // the rank of a row is how many of NO_CAUSE its lines need, but at least
+const POINTS_UP = /(error|traceback).{0,40}\b(above|earlier)\b/i; // POINTER, if it sends the reader to an earlier error
+const HARMLESS = /\b(only a warning|harmless)\b/; // WARNING
 const EVENT = /(?<!(error|exception|occurred): \s*)^.*(?<!original )traceback \(most recent|^\W?[ef]\d{3,4} /gm; // an error begins
-const RAISED = /^ *[\w.]*(error|exception|\.py: error)(: \S.*)?$/m; // Python's and argparse's last line
+const RAISED = /^ *([\w.]*[a-z\d.](error|exception)|[\w.-]+\.py: error|what\(\))(: \S.*)?$/m; // of Python, argparse, C++
 const WITH = /^ with (\S+: )?$/; // between two texts that the log must both have
 const ANYTHING = /(…|\.{3}|"[^"]*"|\S*\/\S+|\S+\.pt\b|(?<!-|signal:? |errno: )\b\d[\d.:]*|\s+)/; // numbers, paths, ...
-const PREFIX = /^(\d+: |[\w.-]+ +\| |\(\S+ pid=\S+\) |\d{4}-\d\d-\d\d[t ][\d:.,]+z? )|\[[a-z]*\d+\]: ?/gm; // srun, compose, Ray, a time; torch
+const PREFIX = /^( *\d+: |[\w.-]+ +\| |\(\S+ pid=\S+\) |\d{4}-\d\d-\d\d[t ][\d:.,]+z? )|\[[a-z]*\d+\]: ?/gm; // srun, compose, Ray, a time; torch
 const clean = (text) => text.toLowerCase().replace(/\x1b\[[\d;]*m/g, "").replace(PREFIX, "").replace(/ *: */g, ": ");
 
 function pattern(text) { // size: how many characters of a log are as quoted
@@ -51,23 +51,24 @@ function find(text) { // the rows that fit, with the cause before all others
   return { hits, without, events };
 }
 
-function unexplained({ hits, without, events }) { // the earliest exception that no row explains
+function unexplained({ hits, without, events }) { // an exception before the cause, and no row has its text
   for (const [event, begin] of events.entries()) {
+    if (hits[0]?.rank < POINTER && hits[0].event <= event) return;
     const part = without[0].slice(begin, events[event + 1]), exception = RAISED.exec(part);
     if (!exception || hits.some(({ texts }) => search(texts, part).length)) continue;
     const frame = part.slice(0, exception.index).split('file "').at(-1); // the innermost one
-    return { event, at: begin + exception.index, raised: /^[^"]+", line/.test(frame) && !/^[^"]*-packages\b/.test(frame) };
+    return { at: begin + exception.index, raised: /^[^"]+", line/.test(frame) && !/^[^"]*-packages\b/.test(frame) };
   }
 }
 
 log.oninput = () => {
   const text = clean(log.value), found = find(text), [first] = found.hits, [, , failure, healthy] = found.without;
-  const earliest = unexplained(found), own = earliest && !(first?.rank < POINTER && first.event <= earliest.event) && earliest;
-  const names = first && (first.oneOf || (first.level < WARNING ? !first.points // what it has is the cause
-    : first.level < HEALTHY ? !/error|exception|fail/.test(failure) : !/\w/.test(healthy))); // nothing else is in the log
+  const own = unexplained(found);
+  const isCause = first && (first.oneOf || (first.level < WARNING ? !first.points
+    : first.level < HEALTHY ? !/error|exception|fail/.test(failure) : !/\w/.test(healthy))); // or all that the log has
   list.replaceChildren(...(first ? found.hits.map(({ row }) => row) : rows.map(([row]) => row)));
   raised.hidden = !own?.raised;
-  nothing.hidden = !text.trim() || own?.raised || !own && names;
+  nothing.hidden = !text.trim() || own?.raised || !own && isCause;
   several.hidden = own || !first?.oneOf;
   excerpt.hidden = !own && !first;
   const line = text.slice(0, (own || first)?.at).split("\n").length, lines = log.value.split("\n");
