@@ -4,7 +4,7 @@ const NO_CAUSE = [ // lines, or parts of them, that choose a row only if nothing
   /^.*(exitcode|received by pid).*$/gm, // how a process ended
   /^.*(childfailederror|error_file|(closing|death|got) signal|exited with exit code|terminating stepid).*$|process group watchdog.*exception: /gm,
   /^.*warning.*$|^\W?[wi]\d{3,4}\b.*$|^info\b.*$/gm, // above: that something failed
-  /^.*(setting omp_num_threads|\*{9}|distributed\/run\.py: \d+\]|^nccl version|nccl info nccl version|^wandb).*$|\d+%\|.*?\]/gm]; // healthy jobs
+  /^.*(setting omp_num_threads|\*{9}|distributed\/run\.py: \d+\]|^nccl version|nccl info (nccl version|.*closed by localrank)|^wandb).*$|\d+%\|.*?\]/gm]; // healthy jobs
 const [POINTER, WARNING, HEALTHY] = [1.5, 3, 4]; // the rank of a row is how many of NO_CAUSE its lines need, but at least
 const POINTS_UP = /(error|traceback).{0,40}\b(above|earlier)\b/i; // POINTER, if it sends the reader to an earlier error
 const HARMLESS = /\b(only a warning|harmless)\b/; // WARNING
@@ -64,12 +64,12 @@ function unexplained({ hits, without, events }) { // an exception before the cau
 log.oninput = () => {
   const text = clean(log.value), found = find(text), [first] = found.hits, [, , failure, healthy] = found.without;
   const own = unexplained(found);
-  const isCause = first && (first.oneOf || (first.level < WARNING ? !first.points
-    : first.level < HEALTHY ? !/error|exception|fail/.test(failure) : !/\w/.test(healthy))); // or all that the log has
+  const isCause = first && (first.level < WARNING ? first.oneOf || !first.points
+    : first.level < HEALTHY ? !/error|exception|fail/.test(failure) : !/\w/.test(healthy)); // or all that the log has
   list.replaceChildren(...(first ? found.hits.map(({ row }) => row) : rows.map(([row]) => row)));
   raised.hidden = !own?.raised;
   nothing.hidden = !text.trim() || own?.raised || !own && isCause;
-  several.hidden = own || !first?.oneOf;
+  several.hidden = own || !isCause || !first.oneOf;
   excerpt.hidden = !own && !first;
   const line = text.slice(0, (own || first)?.at).split("\n").length, lines = log.value.split("\n");
   const cuts = [Math.max(line - 3, 0), line - 1, line, line + 2];
