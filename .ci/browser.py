@@ -36,7 +36,7 @@ NOTES = """all => all.map(note => [note.innerText.replace(/\\s+/g, " "),
     note.querySelector("details") ? "" : note.querySelector("code").innerText,
     note.nextElementSibling.lastChild.innerText])"""
 SEARCH = """text => { const start = Date.now(); log.value = text; log.oninput(); return [
-    (raised.hidden ? list.firstChild : excerpt.children[1]).innerText, Date.now() - start] }"""
+    (raised.hidden ? list.firstChild : excerpt.children[1]).textContent, Date.now() - start] }"""
 FAIL = '''
 import common.gather, datetime, os, sys, time, torch, torch.distributed as dist, torch.nn as nn
 from torch.utils.data import DataLoader

@@ -3,7 +3,7 @@ const [log, list, nothing, several, raised, excerpt] = ["log", "rows", "nothing"
 const NO_CAUSE = [ // lines, or parts of them, that choose a row only if nothing else does but what follows here
   /^.*(exitcode|received by pid).*$/gm, // how a process ended
   /^.*(childfailederror|error_file|(closing|death|got) signal|exited with exit code|terminating stepid).*$|process group watchdog.*exception: /gm,
-  /^.*warning.*$|^\W?[wi]\d{3,4}\b.*$|^info\b.*$/gm, // above: that something failed
+  /^.*(warning|and the download failed).*$|^\W?[wi]\d{3,4}\b.*$|^info\b.*$/gm, // above: that something failed
   /^.*(setting omp_num_threads|\*{9}|distributed\/run\.py: \d+\]|^nccl version|nccl info (nccl version|.*closed by localrank)|^wandb).*$|\d+%\|.*?\]/gm]; // healthy jobs
 const [POINTER, WARNING, HEALTHY] = [1.5, 3, 4]; // the rank of a row is how many of NO_CAUSE its lines need, but at least
 const POINTS_UP = /(error|traceback).{0,40}\b(above|earlier)\b/i; // POINTER, if it sends the reader to an earlier error
