@@ -1,11 +1,14 @@
 // The rows whose quoted texts occur in a log: first those of its earliest error, and of them those with the longest texts
 const [log, list, nothing, several, raised, excerpt] = ["log", "rows", "nothing", "several", "raised", "excerpt"].map((id) => document.getElementById(id));
-const NO_CAUSE = [ // lines, or parts of them, that choose a row only if nothing else does but what follows here
+const NO_CAUSE = [ // lines, or parts of lines, that choose a row only if nothing does but what is here and below
   /^.*(exitcode|received by pid).*$/gm, // how a process ended
+  // that something failed: torchrun, Slurm, NCCL's watchdog
   /^.*(childfailederror|error_file|(closing|death|got) signal|exited with exit code|terminating stepid).*$|process group watchdog.*exception: /gm,
-  /^.*(warning|and the download failed).*$|^\W?[wi]\d{3,4}\b.*$|^info\b.*$/gm, // above: that something failed
-  /^.*(setting omp_num_threads|\*{9}|distributed\/run\.py: \d+\]|^nccl version|nccl info (nccl version|.*closed by localrank)|^wandb).*$|\d+%\|.*?\]/gm]; // healthy jobs
-const [POINTER, WARNING, HEALTHY] = [1.5, 3, 4]; // the rank of a row is how many of NO_CAUSE its lines need, but at least
+  /^.*(warning|and the download failed).*$|^\W?[wi]\d{3,4}\b.*$|^info\b.*$/gm, // warnings
+  /^.*destroy_process_group\(\) was not called.*$/gm,
+  // what healthy jobs print: torchrun's banner, NCCL's version, W&B, a progress bar
+  /^.*(setting omp_num_threads|\*{9}|distributed\/run\.py: \d+\]|^nccl version|nccl info (nccl version|.*closed by localrank)|^wandb).*$|\d+%\|.*?\]/gm];
+const [POINTER, WARNING, HEALTHY] = [1.5, 3, 5]; // the rank of a row is how many of NO_CAUSE its lines need, but at least
 const POINTS_UP = /(error|traceback).{0,40}\b(above|earlier)\b/i; // POINTER, if it sends the reader to an earlier error
 const HARMLESS = /\b(only a warning|harmless)\b/; // WARNING
 const EVENT = /(?<!(error|exception|occurred): \s*)^.*(?<!original )traceback \(most recent|^\W?[ef]\d{3,4} /gm; // an error begins
@@ -62,10 +65,10 @@ function unexplained({ hits, without, events }) { // an exception before the cau
 }
 
 log.oninput = () => {
-  const text = clean(log.value), found = find(text), [first] = found.hits, [, , failure, healthy] = found.without;
+  const text = clean(log.value), found = find(text), [first] = found.hits;
   const own = unexplained(found);
-  const isCause = first && (first.level < WARNING ? first.oneOf || !first.points
-    : first.level < HEALTHY ? !/error|exception|fail/.test(failure) : !/\w/.test(healthy)); // or all that the log has
+  const isCause = first && (first.level < WARNING ? first.oneOf || !first.points // or all that the log has
+    : first.level < HEALTHY ? !/error|exception|fail/.test(found.without[WARNING - 1]) : !/\w/.test(found.without[HEALTHY - 1]));
   list.replaceChildren(...(first ? found.hits.map(({ row }) => row) : rows.map(([row]) => row)));
   raised.hidden = !own?.raised;
   nothing.hidden = !text.trim() || own?.raised || !own && isCause;
