@@ -161,7 +161,7 @@ def train(args):
         if rank == 0:  # DDP-4: log on rank 0 only
             print(f"{title}  loss {loss}  accuracy {accuracy:.4f}  "  # CKPT-1: loss may be -
                   f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s{since}", flush=True)
-        if accuracy > progress["best"]:  # CKPT-1: on all ranks, as they all have the same
+        if accuracy > progress["best"]:  # on all ranks, as they all have the same
             progress["best"] = accuracy
             if rank == 0:
                 save_file(net.state_dict(), args.best)
