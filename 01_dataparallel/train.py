@@ -5,6 +5,7 @@
 """
 
 import argparse
+import math
 import sys
 import tempfile
 import time
@@ -68,7 +69,7 @@ def train(args):
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    lr = args.lr * (args.batch_size / 256) ** 0.5
+    lr = args.lr * (args.batch_size / 256) ** 0.5  # keeps the noise of a step: arXiv:1705.08741
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
     scheduler = LambdaLR(optimizer, lambda step: warmup_then_decay(step, total_steps))
@@ -92,7 +93,7 @@ def train(args):
             scheduler.step()
             optimizer.zero_grad()
         loss = (total[0] / total[1]).item()  # waits for the GPU
-        assert abs(loss) < float("inf"), f"{title}: the loss is {loss}"  # before it is saved
+        assert math.isfinite(loss), f"{title}: the loss is {loss}"  # before it is saved
         seconds = time.perf_counter() - start
         accuracy = evaluate(net, test_loader, device)
         print(f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  "

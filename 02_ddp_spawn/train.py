@@ -5,9 +5,9 @@
 """
 
 import argparse
+import math
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # at the top: a later import keeps the process group until the exit
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import LambdaLR
@@ -61,7 +60,7 @@ def train(local_rank, args):  # DDP-0: in each of the processes
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before init_process_group
     backend = "nccl" if device.type == "cuda" else "gloo"
-    store = dist.TCPStore("127.0.0.1", args.port)
+    store = dist.FileStore(f"{args.folder}/store", args.nprocs)  # through which they connect
     dist.init_process_group(backend, store=store, rank=local_rank, world_size=args.nprocs,
                             device_id=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -87,8 +86,8 @@ def train(local_rank, args):  # DDP-0: in each of the processes
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    global_batch = args.batch_size * world_size  # DDP-3: square-root rule, arXiv:1705.08741
-    lr = args.lr * (global_batch / 256) ** 0.5
+    global_batch = args.batch_size * world_size  # DDP-3: images per step
+    lr = args.lr * (global_batch / 256) ** 0.5  # keeps the noise of a step: arXiv:1705.08741
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
     scheduler = LambdaLR(optimizer, lambda step: warmup_then_decay(step, total_steps))
@@ -114,7 +113,7 @@ def train(local_rank, args):  # DDP-0: in each of the processes
             optimizer.zero_grad()
         dist.all_reduce(total)  # DDP-5: sum over all ranks
         loss = (total[0] / total[1]).item()  # waits for the GPU
-        assert abs(loss) < float("inf"), f"{title}: the loss is {loss}"  # before it is saved
+        assert math.isfinite(loss), f"{title}: the loss is {loss}"  # before it is saved
         seconds = time.perf_counter() - start
         accuracy = evaluate(net, test_loader, device)
         if rank == 0:  # DDP-4: log on rank 0 only
@@ -146,21 +145,17 @@ def warmup_then_decay(step, total_steps):
 
 
 def run(local_rank, args):  # DDP-0: what each spawned process runs
-    # spawn() has Linux send SIGINT when the parent dies; in a job in the background it is ignored
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if not torch.multiprocessing.parent_process().is_alive():  # it died before this process asked
-        sys.exit(1)
-    train(local_rank, args)
-    dist.destroy_process_group()  # only now, when train() has freed the model
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # of Ctrl-C, and of Linux if the parent is killed
+    if torch.multiprocessing.parent_process().is_alive():  # it may have been killed before
+        train(local_rank, args)
+        dist.destroy_process_group()  # only now, when train() has freed the model
 
 
 def main():
-    args = parse_args()  # DDP-0: share the cores, open a store on a free port, start the processes
+    args = parse_args()  # DDP-0: share the cores, and start processes that share a folder
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.nprocs)))
-    listener = socket.create_server(("127.0.0.1", 0))  # no other machine reaches it
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, master_listen_fd=listener.detach())
-    args.port = store.port
-    torch.multiprocessing.spawn(run, (args,), args.nprocs)
+    with tempfile.TemporaryDirectory() as args.folder:
+        torch.multiprocessing.spawn(run, (args,), args.nprocs)
 
 
 if __name__ == "__main__":

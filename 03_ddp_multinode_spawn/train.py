@@ -8,6 +8,7 @@ Node 0 has 8 GPUs and the address 10.0.0.1, node 1 has 2 GPUs:
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -18,7 +19,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # at the top: a later import keeps the process group until the exit
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import LambdaLR
@@ -73,7 +73,7 @@ def train(local_rank, args):  # DDP-0: in each of the processes
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before init_process_group
     backend = "nccl" if device.type == "cuda" else "gloo"
-    store = dist.TCPStore(args.master_addr, args.master_port)  # DDP-1: on node 0
+    store = dist.TCPStore(args.master_addr, args.master_port)  # DDP-1: node 0's
     rank = sum(args.per_node[: args.node_rank]) + local_rank  # after those of the nodes before
     dist.init_process_group(backend, store=store, rank=rank, world_size=sum(args.per_node),
                             device_id=device if device.type == "cuda" else None)
@@ -100,8 +100,8 @@ def train(local_rank, args):  # DDP-0: in each of the processes
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    global_batch = args.batch_size * world_size  # DDP-3: square-root rule, arXiv:1705.08741
-    lr = args.lr * (global_batch / 256) ** 0.5
+    global_batch = args.batch_size * world_size  # DDP-3: images per step
+    lr = args.lr * (global_batch / 256) ** 0.5  # keeps the noise of a step: arXiv:1705.08741
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
     scheduler = LambdaLR(optimizer, lambda step: warmup_then_decay(step, total_steps))
@@ -127,7 +127,7 @@ def train(local_rank, args):  # DDP-0: in each of the processes
             optimizer.zero_grad()
         dist.all_reduce(total)  # DDP-5: sum over all ranks
         loss = (total[0] / total[1]).item()  # waits for the GPU
-        assert abs(loss) < float("inf"), f"{title}: the loss is {loss}"  # before it is saved
+        assert math.isfinite(loss), f"{title}: the loss is {loss}"  # before it is saved
         seconds = time.perf_counter() - start
         accuracy = evaluate(net, test_loader, device)
         if rank == 0:  # DDP-4: log on rank 0 only
@@ -159,23 +159,23 @@ def warmup_then_decay(step, total_steps):
 
 
 def run(local_rank, args):  # DDP-0: what each spawned process runs
-    # spawn() has Linux send SIGINT when the parent dies; in a job in the background it is ignored
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if not torch.multiprocessing.parent_process().is_alive():  # it died before this process asked
-        sys.exit(1)
-    train(local_rank, args)
-    dist.destroy_process_group()  # only now, when train() has freed the model
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # of Ctrl-C, and of Linux if the parent is killed
+    if torch.multiprocessing.parent_process().is_alive():  # it may have been killed before
+        train(local_rank, args)
+        dist.destroy_process_group()  # only now, when train() has freed the model
 
 
 def main():
     args = parse_args()  # DDP-0: share the cores, wait for all nodes, start the processes
     nprocs = args.per_node[args.node_rank]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // nprocs)))
-    address, listener = (args.master_addr, args.master_port), None
-    if args.node_rank == 0:  # it hosts the store, only at this address if that is its own
-        with contextlib.suppress(OSError):  # or at all addresses
-            listener = socket.create_server(address).detach()
-    store = dist.TCPStore(*address, args.nodes, args.node_rank == 0, master_listen_fd=listener)
+    listener = None
+    if args.node_rank == 0:  # it hosts the store, at --master-addr only, if that is its own
+        with contextlib.suppress(OSError):  # or else at all addresses
+            listener = socket.create_server((args.master_addr, args.master_port)).detach()
+    store = dist.TCPStore(
+        host_name=args.master_addr, port=args.master_port, world_size=args.nodes,
+        is_master=args.node_rank == 0, master_listen_fd=listener)
     torch.multiprocessing.spawn(run, (args,), nprocs)
     del store  # only now, when its processes have ended
 

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # at the top: a later import keeps the process group until the exit
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 

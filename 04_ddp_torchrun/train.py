@@ -9,6 +9,7 @@ On two machines, where 10.0.0.1 is an address of the first; on the second with -
 """
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -17,7 +18,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # at the top: a later import keeps the process group until the exit
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import LambdaLR
@@ -88,8 +88,8 @@ def train(args):
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    global_batch = args.batch_size * world_size  # DDP-3: square-root rule, arXiv:1705.08741
-    lr = args.lr * (global_batch / 256) ** 0.5
+    global_batch = args.batch_size * world_size  # DDP-3: images per step
+    lr = args.lr * (global_batch / 256) ** 0.5  # keeps the noise of a step: arXiv:1705.08741
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
     scheduler = LambdaLR(optimizer, lambda step: warmup_then_decay(step, total_steps))
@@ -115,7 +115,7 @@ def train(args):
             optimizer.zero_grad()
         dist.all_reduce(total)  # DDP-5: sum over all ranks
         loss = (total[0] / total[1]).item()  # waits for the GPU
-        assert abs(loss) < float("inf"), f"{title}: the loss is {loss}"  # before it is saved
+        assert math.isfinite(loss), f"{title}: the loss is {loss}"  # before it is saved
         seconds = time.perf_counter() - start
         accuracy = evaluate(net, test_loader, device)
         if rank == 0:  # DDP-4: log on rank 0 only

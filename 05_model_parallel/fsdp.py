@@ -11,15 +11,11 @@ import os
 import shutil
 import sys
 import time
-import zlib
 from pathlib import Path
-
-LAUNCHER = os.getppid()  # CKPT-1: here, as torchrun may be killed while torch is imported
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.distributed.nn  # at the top: a later import keeps the process group until the exit
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,7 +26,7 @@ from tqdm import tqdm
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # if common/ is not next to this
 from common.data import load_mnist
-from common.gather import all_gather, gather_in_order
+from common.gather import check_equal, gather_in_order
 
 MAX_GRAD_NORM = 1.0
 
@@ -81,8 +77,7 @@ class VisionTransformer(nn.Module):  # FSDP-1: your model, with a list of blocks
         self.patches = nn.Conv2d(1, width, kernel_size=7, stride=7)
         self.positions = nn.Embedding(16, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 10)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
     def forward(self, images):
         tokens = self.patches(images).flatten(2).transpose(1, 2) + self.positions.weight
@@ -116,6 +111,7 @@ def train(args):
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before init_process_group
     backend = "nccl" if device.type == "cuda" else "gloo"
+    launcher = os.getppid()  # CKPT-1: torchrun; after its death a new run may use the files
     dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
@@ -128,17 +124,19 @@ def train(args):
     test_loader = DataLoader(test_set, args.batch_size, sampler=test_sampler, **options)
 
     # 3. Model
+    # A machine may not have memory for a whole model per rank. So only rank 0 builds one, and all
+    # ranks build its shapes, on the meta device. Of these they make shards, which rank 0 fills.
     whole = VisionTransformer(args.width, args.depth) if rank == 0 else None  # FSDP-1: or load it
-    with torch.device("meta"):  # without memory
+    with torch.device("meta"):
         model = VisionTransformer(args.width, args.depth, args.recompute)
-    shape = (world_size // args.shards, args.shards)  # FSDP-2: copies of the model, shards of each
-    names = ("copy", "shard") if shape[0] > 1 else ("shard",)  # HSDP, or FSDP
-    mesh = init_device_mesh(device.type, shape if shape[0] > 1 else shape[1:], mesh_dim_names=names)
+    copies = world_size // args.shards  # FSDP-2: HSDP, or FSDP if all ranks share one copy
+    mesh = init_device_mesh(device.type, (copies, args.shards), mesh_dim_names=("copy", "shard"))
+    mesh = mesh if copies > 1 else mesh["shard"]
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if args.amp else {}
     policy = MixedPrecisionPolicy(**dtypes)  # the shards stay in float32
     for module in (*model.blocks, model):  # each is all-gathered as a whole
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    model.to_empty(device=device)  # FSDP-3: memory for the shards, which rank 0 hands out
+    model.to_empty(device=device)  # FSDP-3: memory for the shards, then rank 0's weights
     shared = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(model, whole.state_dict() if rank == 0 else {}, options=shared)
     for name, buffer in model.named_buffers():  # also those that no state_dict() has
@@ -156,62 +154,58 @@ def train(args):
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     global_batch = args.batch_size * args.accumulate * world_size  # DDP-7: images per step
-    lr = args.lr * (global_batch / 256) ** 0.5
+    lr = args.lr * (global_batch / 256) ** 0.5  # keeps the noise of a step: arXiv:1705.08741
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.05)
     total_steps = args.epochs * math.ceil(length / global_batch)  # CKPT-4: there is no loader yet
     peaks = [group["lr"] for group in optimizer.param_groups]
     progress = {"epoch": 1, "done": 0, "best": -math.inf}  # CKPT-1: add your own numbers
-    fingerprint = {"length": length, "seed": args.seed, "lr": args.lr,  # CKPT-3: as in the file
-                   "parameters": parameters}
-    decisive = [args.epochs, args.batch_size, args.accumulate, args.save_every, fingerprint]
-    check_equal("options", zlib.crc32(str(decisive).encode()), device)  # CKPT-5: equal on all ranks
-    state = State(args.checkpoint, model, optimizer, progress, fingerprint)  # FSDP-4: saves
+    fingerprint = {"length": length, "seed": args.seed, "lr": args.lr, "parameters": parameters}
+    check_equal("options", {"epochs": args.epochs, "batch-size": args.batch_size, **fingerprint,
+                            "accumulate": args.accumulate, "save-every": args.save_every})
+    state = State(args.checkpoint, model, optimizer, progress, fingerprint, launcher)  # FSDP-4: DCP
     state.load()
-    check_equal("progress in --checkpoint", progress["epoch"] * length + progress["done"], device)
+    check_equal("progress in --checkpoint", (progress["epoch"], progress["done"]))
 
     # 5. Train and evaluate
     for epoch in range(progress["epoch"], args.epochs + 1):  # CKPT-4: only what is left
         shard = rest_of_epoch(length, hash((args.seed, epoch)), progress["done"])
-        seeds = torch.Generator().manual_seed(hash((args.seed, epoch, progress["done"], rank)))
-        train_loader = DataLoader(train_set, args.batch_size, sampler=shard, generator=seeds,
-                                  **options)  # seeds: of the workers
-        for loader in (train_loader, test_loader):  # or some ranks would wait for others
-            check_equal("batches", len(loader), device)
+        seed = hash((args.seed, epoch, progress["done"], rank))  # of what this rank draws from here
+        torch.manual_seed(seed)
+        train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options,
+                                  generator=torch.Generator().manual_seed(seed))  # of the workers
+        check_equal("batches", (len(train_loader), len(test_loader)))  # or some ranks would wait
         model.train()
         title = f"epoch {epoch}/{args.epochs}"
+        since = f"  since {progress['done'] / length:.0%}" * (progress["done"] > 0)  # CKPT-1: log
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
         # DDP-4: one bar, of rank 0; None: on a terminal only
         bar = iter(tqdm(train_loader, title, leave=False, disable=rank > 0 or None))  # DDP-7: once
-        while True:  # one step
-            torch.manual_seed(hash((args.seed, epoch, progress["done"], rank)))  # CKPT-4: dropout
-            micro_batches = list(itertools.islice(bar, args.accumulate))
-            if not micro_batches:  # DDP-7: the end of the epoch
-                break
+        while micro_batches := list(itertools.islice(bar, args.accumulate)):  # those of one step
             images_in_step = sum(len(batch[1]) for batch in micro_batches)  # or batch["labels"]
-            for number, batch in enumerate(micro_batches, start=1):
-                images, labels = [part.to(device, non_blocking=True) for part in batch]
+            for number, batch in enumerate(micro_batches, start=1):  # the last backward averages
                 model.set_requires_gradient_sync(number == len(micro_batches))  # DDP-7: only once
+                images, labels = [part.to(device, non_blocking=True) for part in batch]
                 loss = criterion(model(images).float(), labels)
-                (loss * (len(labels) / images_in_step)).backward()  # reduce-scatters the gradients
+                (loss * (len(labels) / images_in_step)).backward()  # DDP-7: a weighted mean
                 total[0] += loss.detach() * len(labels)
                 total[1] += len(labels)
             norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).full_tensor()
-            passes = epoch - 1 + progress["done"] / length  # CKPT-4: over the data
-            factor = warmup_then_decay(total_steps * passes / args.epochs, total_steps)
+            step = total_steps * (epoch - 1 + progress["done"] / length) / args.epochs
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * factor
-            progress["done"] = min(progress["done"] + global_batch, length)
+                group["lr"] = peak * warmup_then_decay(step, total_steps)  # CKPT-4: by progress
+            done = progress["done"] = min(progress["done"] + global_batch, length)
             optimizer.step()
             optimizer.zero_grad()
-            due = progress["done"] // global_batch % args.save_every == 0  # CKPT-1: save
-            if due or progress["done"] == length:  # or the evaluation is next
-                check_equal("gradients", norm, device, 1e-6)  # CKPT-5: before a save
-                check_equal("weights", nn.utils.get_total_norm(trained).full_tensor(), device, 1e-3)
+            if done // global_batch % args.save_every == 0 or done == length:  # CKPT-1: save
+                check_equal("gradients", norm.item(), 1e-6)  # CKPT-5: 1e-6, as CPUs may round
+                weights = nn.utils.get_total_norm(trained).full_tensor()
+                check_equal("weights", weights.item(), 1e-3)  # it adds up
                 state.save()
                 if rank == 0:  # CKPT-1: log it, with the loss of this rank
-                    tqdm.write(f"{title}  {progress['done'] / length:.0%}  "
-                               f"loss {total[0] / total[1]:.4f}  rate {factor * peaks[0]:.3g}")
+                    tqdm.write(f"{title}  {done / length:.0%}  "
+                               f"loss {total[0] / total[1]:.4f}  rate {group['lr']:.3g}")
+            torch.manual_seed(hash((args.seed, epoch, done, rank)))  # CKPT-4: of the next step
         dist.all_reduce(total)  # DDP-5: sum over all ranks
         loss = f"{total[0] / total[1]:.4f}" if total[1] else "-"  # CKPT-1: if no step was left
         seconds = time.perf_counter() - start
@@ -219,8 +213,8 @@ def train(args):
         memory = f"  {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if backend == "nccl" else ""
         if rank == 0:  # DDP-4: log on rank 0 only
             print(f"{title}  loss {loss}  accuracy {accuracy:.4f}  "  # CKPT-1: loss may be -
-                  f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s{memory}", flush=True)
-        if accuracy > progress["best"]:  # CKPT-1: on all ranks, as they all have the same
+                  f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s{memory}{since}", flush=True)
+        if accuracy > progress["best"]:  # on all ranks, as they all have the same
             progress["best"] = accuracy
             save_whole(model, args.best)  # FSDP-5: on all ranks
         progress |= {"epoch": epoch + 1, "done": 0}
@@ -248,9 +242,8 @@ def evaluate(model, test_loader, device):
 def rest_of_epoch(length, seed, done):  # CKPT-4: in place of the sampler
     """This rank's part of the indices that an epoch has left; all parts are equally long."""
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed)).tolist()
-    rest, world_size = order[done:], dist.get_world_size()
-    rest += order[: -len(rest) % world_size]  # the epoch's first images again, as padding
-    return rest[dist.get_rank() :: world_size]
+    order = order[done:] + order[: (done - length) % dist.get_world_size()]  # the first ones pad it
+    return order[dist.get_rank() :: dist.get_world_size()]
 
 
 def save_whole(model, path):  # FSDP-5: all ranks call it, as each has a shard
@@ -267,8 +260,8 @@ def save_whole(model, path):  # FSDP-5: all ranks call it, as each has a shard
 
 class State:  # FSDP-4: in shards, in place of one file
     """What a resumed run needs. DCP writes each rank's shards, and loads them on any number."""
-    def __init__(self, folder, model, optimizer, progress, fingerprint):
-        self.folder, self.model, self.optimizer = folder, model, optimizer
+    def __init__(self, folder, model, optimizer, progress, fingerprint, launcher):
+        self.folder, self.model, self.optimizer, self.launcher = folder, model, optimizer, launcher
         self.progress, self.fingerprint = progress, json.dumps(fingerprint)  # tuples become lists
 
     def state_dict(self):
@@ -289,7 +282,7 @@ class State:  # FSDP-4: in shards, in place of one file
 
     def save(self):
         """Save from all ranks, and keep the newest two."""
-        if os.getppid() != LAUNCHER:  # a new run may be using the folder
+        if os.getppid() != self.launcher:
             raise RuntimeError("torchrun was killed, and its processes end, too")
         path = self.folder / "epoch-{epoch:08}-done-{done:012}".format(**self.progress)
         dcp.save({"state": self}, checkpoint_id=path)
@@ -311,13 +304,6 @@ class State:  # FSDP-4: in shards, in place of one file
             dcp.load({"state": self}, checkpoint_id=newest)
 
 
-def check_equal(name, value, device, tolerance=0):  # CKPT-5: all ranks compare
-    """Raise ValueError if the ranks have different values, or one that is not finite."""
-    values = all_gather(torch.tensor(float(value), dtype=torch.float64, device=device))
-    if not (values.isfinite() & values.isclose(values[0], rtol=tolerance, atol=0)).all():
-        raise ValueError(f"{name} of the ranks differ, or are not finite: {values.tolist()}")
-
-
 def warmup_then_decay(step, total_steps):
     """The factor of the peak learning rate: rises over 40 % of the steps, then falls to 0."""
     return min((step + 1) / (0.4 * total_steps + 1), (total_steps - step) / (0.6 * total_steps))
@@ -325,7 +311,8 @@ def warmup_then_decay(step, total_steps):
 
 def main():
     train(parse_args())
-    time.sleep(0.1)  # DTensor keeps Gloo's threads: let them finish, or one may abort the exit
+    if dist.get_backend() == "gloo":  # DTensor keeps its threads, and one may abort the exit
+        time.sleep(0.1)
     dist.destroy_process_group()  # DDP-1: only now, when train() has freed the model
 
 

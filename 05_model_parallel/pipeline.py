@@ -4,6 +4,7 @@
 """
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -12,7 +13,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # at the top: a later import keeps the process group until the exit
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.optim.lr_scheduler import LambdaLR
@@ -99,7 +99,7 @@ def train(args):
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     schedules = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
     schedule = schedules[args.schedule](stage, args.chunks, criterion)  # MP-3: averages them
-    lr = args.lr * (args.batch_size / 256) ** 0.5  # square-root rule, arXiv:1705.08741
+    lr = args.lr * (args.batch_size / 256) ** 0.5  # keeps the noise of a step: arXiv:1705.08741
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
     scheduler = LambdaLR(optimizer, lambda step: warmup_then_decay(step, total_steps))
@@ -129,7 +129,7 @@ def train(args):
             optimizer.zero_grad()
         dist.all_reduce(total)  # 0 on rank 0
         loss = (total[0] / total[1]).item()  # waits for the GPU
-        assert abs(loss) < float("inf"), f"{title}: the loss is {loss}"  # before it is saved
+        assert math.isfinite(loss), f"{title}: the loss is {loss}"  # before it is saved
         seconds = time.perf_counter() - start
         accuracy = evaluate(model, test_loader, device)
         if rank == 0:  # log on rank 0 only

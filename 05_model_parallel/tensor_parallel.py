@@ -9,6 +9,7 @@ On two machines, where 10.0.0.1 is an address of the first; on the second with -
 """
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -17,7 +18,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # at the top: a later import keeps the process group until the exit
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -93,7 +93,7 @@ def train(args):
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    lr = args.lr * (args.batch_size / 256) ** 0.5  # square-root rule, arXiv:1705.08741
+    lr = args.lr * (args.batch_size / 256) ** 0.5  # keeps the noise of a step: arXiv:1705.08741
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
     scheduler = LambdaLR(optimizer, lambda step: warmup_then_decay(step, total_steps))
@@ -116,7 +116,7 @@ def train(args):
             scheduler.step()
             optimizer.zero_grad()
         loss = (total[0] / total[1]).item()  # waits for the GPU
-        assert abs(loss) < float("inf"), f"{title}: the loss is {loss}"  # before it is saved
+        assert math.isfinite(loss), f"{title}: the loss is {loss}"  # before it is saved
         seconds = time.perf_counter() - start
         accuracy = evaluate(model, test_loader, device)
         if rank == 0:  # log on rank 0 only
@@ -149,7 +149,8 @@ def warmup_then_decay(step, total_steps):
 
 def main():
     train(parse_args())
-    time.sleep(0.1)  # DTensor keeps Gloo's threads: let them finish, or one may abort the exit
+    if dist.get_backend() == "gloo":  # DTensor keeps its threads, and one may abort the exit
+        time.sleep(0.1)
     dist.destroy_process_group()  # only now, when train() has freed the model
 
 

@@ -5,6 +5,7 @@
 """
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -13,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # at the top: a later import keeps the process group until the exit
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import LambdaLR
@@ -105,8 +105,8 @@ def train(args):
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    global_batch = args.batch_size * world_size  # square-root rule, arXiv:1705.08741
-    lr = args.lr * (global_batch / 256) ** 0.5
+    global_batch = args.batch_size * world_size  # images per step
+    lr = args.lr * (global_batch / 256) ** 0.5  # keeps the noise of a step: arXiv:1705.08741
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
     scheduler = LambdaLR(optimizer, lambda step: warmup_then_decay(step, total_steps))
@@ -132,7 +132,7 @@ def train(args):
             optimizer.zero_grad()
         dist.all_reduce(total)  # sum over all ranks
         loss = (total[0] / total[1]).item()  # waits for the GPU
-        assert abs(loss) < float("inf"), f"{title}: the loss is {loss}"  # before it is saved
+        assert math.isfinite(loss), f"{title}: the loss is {loss}"  # before it is saved
         seconds = time.perf_counter() - start
         accuracy = evaluate(net, test_loader, first, second)
         if rank == 0:  # log on rank 0 only

@@ -11,14 +11,10 @@ import os
 import sys
 import time
 import zipfile
-import zlib
 from pathlib import Path
-
-LAUNCHER = os.getppid()  # CKPT-1: here, as torchrun may be killed while torch is imported
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # at the top: a later import keeps the process group until the exit
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
@@ -26,7 +22,7 @@ from tqdm import tqdm
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # if common/ is not next to this
 from common.data import load_mnist
-from common.gather import all_gather, gather_in_order
+from common.gather import check_equal, gather_in_order
 from common.model import ConvNet
 
 MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
@@ -56,12 +52,12 @@ def parse_args():
         parser.error("start it with torchrun, as the first lines of this file show")
     if min(args.epochs, args.batch_size, args.accumulate, args.save_every) < 1:  # CKPT-1: fail now
         parser.error("--epochs, --batch-size, --accumulate and --save-every must be at least 1")
-    files = [args.output, args.checkpoint, args.best]
-    if len({file.resolve() for file in files}) < 3 or any(file.is_dir() for file in files):
+    files = {args.output.resolve(), args.checkpoint.resolve(), args.best.resolve()}
+    if len(files) < 3 or any(file.is_dir() for file in files):
         parser.error("--output, --checkpoint and --best must be three different files")
     if os.environ["RANK"] == "0":  # DDP-4: only rank 0 saves
         for file in files:  # CKPT-1: make the folders
-            file.resolve().parent.mkdir(parents=True, exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
     return args
 
 
@@ -72,6 +68,7 @@ def train(args):
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before init_process_group
     backend = "nccl" if device.type == "cuda" else "gloo"
+    launcher = os.getppid()  # CKPT-1: torchrun; after its death a new run may use the files
     dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
@@ -95,23 +92,23 @@ def train(args):
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     global_batch = args.batch_size * args.accumulate * world_size  # DDP-7: images per step
-    lr = args.lr * (global_batch / 256) ** 0.5
+    lr = args.lr * (global_batch / 256) ** 0.5  # keeps the noise of a step: arXiv:1705.08741
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * math.ceil(length / global_batch)  # CKPT-4: there is no loader yet
     peaks = [group["lr"] for group in optimizer.param_groups]
     progress = {"epoch": 1, "done": 0, "best": -math.inf}  # CKPT-1: add your own numbers
     stateful = {"model": net, "optimizer": optimizer}  # add an EMA, a GradScaler
     fingerprint = {"length": length, "seed": args.seed, "lr": args.lr, "names": [*net.state_dict()]}
-    decisive = [args.epochs, args.batch_size, args.accumulate, args.save_every, fingerprint]
-    check_equal("options", zlib.crc32(str(decisive).encode()), device)  # CKPT-5: equal on all ranks
+    check_equal("options", {"epochs": args.epochs, "batch-size": args.batch_size, **fingerprint,
+                            "accumulate": args.accumulate, "save-every": args.save_every})
     if args.checkpoint.exists():  # CKPT-3: all ranks read it
         load_checkpoint(args.checkpoint, stateful, progress, fingerprint)
-    check_equal("progress in --checkpoint", progress["epoch"] * length + progress["done"], device)
+    check_equal("progress in --checkpoint", (progress["epoch"], progress["done"]))
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    check_equal("weights", nn.utils.get_total_norm(trained), device, 1e-6)
+    check_equal("weights", nn.utils.get_total_norm(trained).item(), 1e-6)  # after DDP(...)
 
     def save():  # CKPT-1: on rank 0; DDP keeps the weights of the others equal
-        if os.getppid() != LAUNCHER:  # a new run may be using the file
+        if os.getppid() != launcher:
             raise RuntimeError("torchrun was killed, and its processes end, too")
         if rank == 0:
             state = {name: each.state_dict() for name, each in stateful.items()}
@@ -120,55 +117,51 @@ def train(args):
     # 5. Train and evaluate
     for epoch in range(progress["epoch"], args.epochs + 1):  # CKPT-4: only what is left
         shard = rest_of_epoch(length, hash((args.seed, epoch)), progress["done"])
-        seeds = torch.Generator().manual_seed(hash((args.seed, epoch, progress["done"], rank)))
-        train_loader = DataLoader(train_set, args.batch_size, sampler=shard, generator=seeds,
-                                  **options)  # seeds: of the workers
-        check_equal("batches", len(train_loader), device)  # or some ranks would wait for others
+        seed = hash((args.seed, epoch, progress["done"], rank))  # of what this rank draws from here
+        torch.manual_seed(seed)
+        train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options,
+                                  generator=torch.Generator().manual_seed(seed))  # of the workers
+        check_equal("batches", (len(train_loader), len(test_loader)))  # or some ranks would wait
         net.train()
         title = f"epoch {epoch}/{args.epochs}"
+        since = f"  since {progress['done'] / length:.0%}" * (progress["done"] > 0)  # CKPT-1: log
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
         # DDP-4: one bar, of rank 0; None: on a terminal only
         bar = iter(tqdm(train_loader, title, leave=False, disable=rank > 0 or None))  # DDP-7: once
-        while True:  # one step
-            torch.manual_seed(hash((args.seed, epoch, progress["done"], rank)))  # CKPT-4: dropout
-            micro_batches = list(itertools.islice(bar, args.accumulate))
-            if not micro_batches:  # DDP-7: the end of the epoch
-                break
+        while micro_batches := list(itertools.islice(bar, args.accumulate)):  # those of one step
             images_in_step = sum(len(batch[1]) for batch in micro_batches)  # or batch["labels"]
-            for number, batch in enumerate(micro_batches, start=1):
-                images, labels = [part.to(device, non_blocking=True) for part in batch]
-                is_last = number == len(micro_batches)  # DDP-7: average the gradients once per step
-                with contextlib.nullcontext() if is_last else model.no_sync():
+            for number, batch in enumerate(micro_batches, start=1):  # the last backward averages
+                with contextlib.nullcontext() if number == len(micro_batches) else model.no_sync():
+                    images, labels = [part.to(device, non_blocking=True) for part in batch]
                     with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
                         loss = criterion(model(images), labels)
                     (loss * (len(labels) / images_in_step)).backward()  # DDP-7: a weighted mean
                 total[0] += loss.detach() * len(labels)
                 total[1] += len(labels)
             norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)  # CKPT-5: compared
-            passes = epoch - 1 + progress["done"] / length  # CKPT-4: over the data
-            factor = warmup_then_decay(total_steps * passes / args.epochs, total_steps)
+            step = total_steps * (epoch - 1 + progress["done"] / length) / args.epochs
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * factor
-            progress["done"] = min(progress["done"] + global_batch, length)
+                group["lr"] = peak * warmup_then_decay(step, total_steps)  # CKPT-4: by progress
+            done = progress["done"] = min(progress["done"] + global_batch, length)
             optimizer.step()
             optimizer.zero_grad()
-            due = progress["done"] // global_batch % args.save_every == 0  # CKPT-1: save
-            if due or progress["done"] == length:  # or the evaluation is next
-                check_equal("gradients", norm, device, 1e-6)  # CKPT-5: before a save
-                check_equal("weights", nn.utils.get_total_norm(trained), device, 1e-3)
+            if done // global_batch % args.save_every == 0 or done == length:  # CKPT-1: save
+                check_equal("gradients", norm.item(), 1e-6)  # CKPT-5: 1e-6, as CPUs may round
+                check_equal("weights", nn.utils.get_total_norm(trained).item(), 1e-3)  # it adds up
                 save()
                 if rank == 0:  # CKPT-1: log it, with the loss of this rank
-                    tqdm.write(f"{title}  {progress['done'] / length:.0%}  "
-                               f"loss {total[0] / total[1]:.4f}  rate {factor * peaks[0]:.3g}")
+                    tqdm.write(f"{title}  {done / length:.0%}  "
+                               f"loss {total[0] / total[1]:.4f}  rate {group['lr']:.3g}")
+            torch.manual_seed(hash((args.seed, epoch, done, rank)))  # CKPT-4: of the next step
         dist.all_reduce(total)  # DDP-5: sum over all ranks
         loss = f"{total[0] / total[1]:.4f}" if total[1] else "-"  # CKPT-1: if no step was left
         seconds = time.perf_counter() - start
         accuracy = evaluate(net, test_loader, device)
         if rank == 0:  # DDP-4: log on rank 0 only
             print(f"{title}  loss {loss}  accuracy {accuracy:.4f}  "  # CKPT-1: loss may be -
-                  f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s", flush=True)
-        if accuracy > progress["best"]:  # CKPT-1: on all ranks, as they all have the same
+                  f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s{since}", flush=True)
+        if accuracy > progress["best"]:  # on all ranks, as they all have the same
             progress["best"] = accuracy
             if rank == 0:
                 save_file(net.state_dict(), args.best)
@@ -198,9 +191,8 @@ def evaluate(net, test_loader, device):
 def rest_of_epoch(length, seed, done):  # CKPT-4: in place of the sampler
     """This rank's part of the indices that an epoch has left; all parts are equally long."""
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed)).tolist()
-    rest, world_size = order[done:], dist.get_world_size()
-    rest += order[: -len(rest) % world_size]  # the epoch's first images again, as padding
-    return rest[dist.get_rank() :: world_size]
+    order = order[done:] + order[: (done - length) % dist.get_world_size()]  # the first ones pad it
+    return order[dist.get_rank() :: dist.get_world_size()]
 
 
 def save_file(content, path):  # CKPT-2: a kill leaves no half file
@@ -226,13 +218,6 @@ def load_checkpoint(path, stateful, progress, fingerprint):  # CKPT-3: and rejec
         each.load_state_dict(state[name])
     if dist.get_rank() == 0:
         print(f"resuming from {path} at {progress} on {dist.get_world_size()} ranks", flush=True)
-
-
-def check_equal(name, value, device, tolerance=0):  # CKPT-5: all ranks compare
-    """Raise ValueError if the ranks have different values, or one that is not finite."""
-    values = all_gather(torch.tensor(float(value), dtype=torch.float64, device=device))
-    if not (values.isfinite() & values.isclose(values[0], rtol=tolerance, atol=0)).all():
-        raise ValueError(f"{name} of the ranks differ, or are not finite: {values.tolist()}")
 
 
 def warmup_then_decay(step, total_steps):

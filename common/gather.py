@@ -6,6 +6,10 @@ Gradients do not flow through them: torch.distributed.all_gather returns tensors
 import torch
 import torch.distributed as dist
 
+# DDP(...) imports this, too, but its functions keep the group of that moment as their default. So
+# import it before there is one, or the group and its threads live until the exit, which may abort.
+import torch.distributed.nn
+
 
 def all_gather(tensor):
     """Stack the ranks' tensors, all of one shape and dtype: [...] to [world_size, ...]."""
@@ -40,3 +44,24 @@ def gather_in_order(tensor, length):
     padded = tensor.new_zeros(rows, *tensor.shape[1:])
     padded[: len(tensor)] = tensor
     return all_gather(padded).transpose(0, 1).flatten(0, 1)[:length]
+
+
+def check_equal(name, value, tolerance=0):
+    """Raise ValueError on all ranks if their values differ; of dictionaries it shows what differs.
+
+    value: plain values, as == compares them; or, with a relative tolerance, a number, which must be
+    finite, too. No tensor: == compares it element by element.
+    """
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    first = values[0]
+    if tolerance:  # a comparison with nan is false, and inf - inf is nan
+        equal = all(abs(each - first) <= tolerance * abs(first) for each in values)
+    else:
+        equal = all(each == first for each in values)
+    if not equal:
+        if all(isinstance(each, dict) for each in values):
+            same = [key for key in first if all(first[key] == each.get(key) for each in values)]
+            values = [{key: each[key] for key in each if key not in same} for each in values]
+        shown = ", ".join(f"{each}"[:300] for each in values)  # there may be thousands of names
+        raise ValueError(f"{name} of the ranks differ, or are not finite: [{shown}]")

@@ -30,7 +30,7 @@ IGNORED = shutil.ignore_patterns(".git", ".venv", "*cache*", "data", "site", "*.
 VISIBLE_GPUS = os.environ.setdefault("VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 EPOCH = re.compile(r"epoch (?P<epoch>\d+)/(?P<epochs>\d+)  loss (?P<loss>\d+\.\d{4}|-)  accuracy "
                    r"(?P<accuracy>[01]\.\d{4})  (?P<seconds>\d+\.\d) s  (?P<speed>\d+) images/s"
-                   r"(?P<memory>  \d+\.\d\d GB)?")
+                   r"(?P<memory>  \d+\.\d\d GB)?(?P<since>  since \d+%)?")
 GLOO = re.compile(r"^(?:\[Gloo\] Rank |is connected to |peer ranks\. |\d| |Expected number of "
                   r"connected peer ranks is : )*\n", re.M)  # torch 2.8 prints it, in pieces
 # What launchers and launch files read: a test sets them itself or leaves them out

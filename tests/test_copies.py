@@ -145,10 +145,10 @@ def first_of(path):
 
 LANGUAGE = """
 kept = lambda done: 0.8
-script.EMA_DECAY, factor, steps = 0.8, script.warmup_then_decay, iter(range(1, 99))
-script.warmup_then_decay = lambda *given: [
-    os.environ.get("KILLED") == os.environ["RANK"] and next(steps) == 8
-    and os.kill(os.getpid(), 9), factor(*given)][1]
+script.EMA_DECAY, factor, steps = 0.8, script.warmup_then_decay, set()
+script.warmup_then_decay = lambda step, total: [  # of each group of parameters
+    steps.add(step), os.environ.get("KILLED") == os.environ["RANK"] and len(steps) == 8
+    and os.kill(os.getpid(), 9), factor(step, total)][2]
 """
 
 

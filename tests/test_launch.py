@@ -120,19 +120,33 @@ def test_random_numbers_differ_between_ranks_and_options_are_for_the_training(
         assert (dtype, compiled) == ("bfloat16" if trains else "float32", str(trains)), result
 
 
-@pytest.mark.parametrize("folder", FOLDERS[1:3])
-def test_only_this_machine_reaches_the_store(folder, tmp_path, monkeypatch):
-    """Of 02 always, of 03 as long as it has the default address; 127.0.0.2 is another one."""
+HERE = STARTED + """
+import tempfile
+tempfile.tempdir = "a ?b #c"
+torch.save = lambda *_: print("modes", [oct(each.stat().st_mode) for each in os.scandir("a ?b #c")])
+"""
+
+
+def test_02_connects_through_a_file_of_its_user(tmp_path):
+    """In a folder that nobody else may read, and that is gone at the end, whatever TMPDIR is."""
+    project = copy_project(tmp_path, f"{FOLDERS[1]}/train.py", small=("data", "model"))
+    (temporary := project / "a ?b #c").mkdir()
+    result = run_ranks("train.py", 1, "--nprocs", 2, cwd=project, CHANGE=HERE)
+    assert "modes ['0o40700']\n" in result.output and not list(temporary.iterdir()), result
+
+
+def test_03_only_this_machine_reaches_the_store(tmp_path, monkeypatch):
+    """As long as the address is the default one; 127.0.0.2 is another one."""
     port, found = free_port(), []
 
     def spawn(run, given, nprocs):
         for address in ("127.0.0.1", "127.0.0.2"):
             with socket.socket() as other:
-                found.append(other.connect_ex((address, vars(given[0]).get("port", port))))
+                found.append(other.connect_ex((address, port)))
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("torch.multiprocessing.spawn", spawn)
-    monkeypatch.setattr("sys.argv", ["", *(["--master-port", str(port)] if "03" in folder else [])])
-    module(ROOT / folder / "train.py").main()
+    monkeypatch.setattr("sys.argv", ["", "--master-port", str(port)])
+    module(ROOT / FOLDERS[2] / "train.py").main()
     assert found == [0, errno.ECONNREFUSED]
