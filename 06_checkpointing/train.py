@@ -105,7 +105,7 @@ def train(args):
         load_checkpoint(args.checkpoint, stateful, progress, fingerprint)
     check_equal("progress in --checkpoint", (progress["epoch"], progress["done"]))
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    check_equal("weights", nn.utils.get_total_norm(trained).item(), 1e-6)  # after DDP(...)
+    check_equal("weights", nn.utils.get_total_norm(trained).item(), 1e-6)  # DDP made them equal
 
     def save():  # CKPT-1: on rank 0; DDP keeps the weights of the others equal
         if os.getppid() != launcher:

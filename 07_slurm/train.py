@@ -116,7 +116,7 @@ def train(args):
         load_checkpoint(args.checkpoint, stateful, progress, fingerprint)
     check_equal("progress in --checkpoint", (progress["epoch"], progress["done"]))
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    check_equal("weights", nn.utils.get_total_norm(trained).item(), 1e-6)  # after DDP(...)
+    check_equal("weights", nn.utils.get_total_norm(trained).item(), 1e-6)  # DDP made them equal
     for number in STOP_SIGNALS:  # STOP-1: a rank only notes them; what it forks ends, as Pool needs
         signal.signal(number, lambda signum, _: received.append(signum))
         os.register_at_fork(after_in_child=lambda n=number: signal.signal(n, signal.SIG_DFL))
