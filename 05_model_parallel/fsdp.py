@@ -199,8 +199,8 @@ def train(args):
             optimizer.zero_grad()
             if done // global_batch % args.save_every == 0 or done == length:  # CKPT-1: save
                 check_equal("gradients", norm.item(), 1e-6)  # CKPT-5: 1e-6, as CPUs may round
-                weights = nn.utils.get_total_norm(trained).full_tensor()  # both of all shards
-                check_equal("weights", weights.item(), 1e-3)  # finite, and equal copies
+                weights = nn.utils.get_total_norm(trained).full_tensor()  # of a whole copy, as norm
+                check_equal("weights", weights.item(), 1e-3)  # finite; equal in all copies
                 state.save()
                 if rank == 0:  # CKPT-1: log it, with the loss of this rank
                     tqdm.write(f"{title}  {done / length:.0%}  "
@@ -311,7 +311,7 @@ def warmup_then_decay(step, total_steps):
 
 def main():
     train(parse_args())
-    if dist.get_backend() == "gloo":  # DTensor keeps its threads, and one may abort the exit
+    if dist.get_backend() == "gloo":  # DTensor keeps its threads: a busy one may abort the exit
         time.sleep(0.1)
     dist.destroy_process_group()  # DDP-1: only now, when train() has freed the model
 
