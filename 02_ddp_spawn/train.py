@@ -46,7 +46,7 @@ def parse_args():
     nprocs = torch.cuda.device_count() if torch.cuda.is_available() else 2  # DDP-0: how many
     add("--nprocs", type=int, default=nprocs, help="processes: one per GPU, or any number on CPUs")
     args = parser.parse_args()
-    if min(args.epochs, args.batch_size, args.nprocs) < 1 or args.output.is_dir():  # DDP-0: and it
+    if min(args.epochs, args.batch_size, args.nprocs) < 1 or args.output.is_dir():  # DDP-0: nprocs
         parser.error("--epochs, --batch-size and --nprocs must be at least 1, and --output a file")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=args.output.parent).close()  # fails now if it is read-only
@@ -60,7 +60,7 @@ def train(local_rank, args):  # DDP-0: in each of the processes
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before init_process_group
     backend = "nccl" if device.type == "cuda" else "gloo"
-    store = dist.FileStore(f"{args.folder}/store", args.nprocs)  # through which they connect
+    store = dist.FileStore(f"{args.folder}/store", args.nprocs)  # a file: it needs no port
     dist.init_process_group(backend, store=store, rank=local_rank, world_size=args.nprocs,
                             device_id=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -145,8 +145,8 @@ def warmup_then_decay(step, total_steps):
 
 
 def run(local_rank, args):  # DDP-0: what each spawned process runs
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # of Ctrl-C, and of Linux if the parent is killed
-    if torch.multiprocessing.parent_process().is_alive():  # it may have been killed before
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # comes if the parent dies; jobs after & ignore it
+    if torch.multiprocessing.parent_process().is_alive():  # or it died before torch asked for that
         train(local_rank, args)
         dist.destroy_process_group()  # only now, when train() has freed the model
 

@@ -159,8 +159,8 @@ def warmup_then_decay(step, total_steps):
 
 
 def run(local_rank, args):  # DDP-0: what each spawned process runs
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # of Ctrl-C, and of Linux if the parent is killed
-    if torch.multiprocessing.parent_process().is_alive():  # it may have been killed before
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # comes if the parent dies; jobs after & ignore it
+    if torch.multiprocessing.parent_process().is_alive():  # or it died before torch asked for that
         train(local_rank, args)
         dist.destroy_process_group()  # only now, when train() has freed the model
 

@@ -111,7 +111,7 @@ def train(args):
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before init_process_group
     backend = "nccl" if device.type == "cuda" else "gloo"
-    launcher = os.getppid()  # CKPT-1: torchrun; after its death a new run may use the files
+    launcher = os.getppid()  # CKPT-1: torchrun, see save()
     dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
@@ -138,7 +138,7 @@ def train(args):
     model.to_empty(device=device)  # FSDP-3: memory for the shards, then rank 0's weights
     shared = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp_state.set_model_state_dict(model, whole.state_dict() if rank == 0 else {}, options=shared)
-    for name, buffer in model.named_buffers():  # also those that no state_dict() has
+    for name, buffer in model.named_buffers():  # none here; some are in no state_dict()
         if rank == 0:
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, src=0)
@@ -156,7 +156,7 @@ def train(args):
     lr = args.lr * (global_batch / 256) ** 0.5  # keeps the noise of a step: arXiv:1705.08741
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.05)
     total_steps = args.epochs * math.ceil(length / global_batch)  # CKPT-4: there is no loader yet
-    peaks = [group["lr"] for group in optimizer.param_groups]
+    peaks = [group["lr"] for group in optimizer.param_groups]  # a checkpoint has other rates
     progress = {"epoch": 1, "done": 0, "best": -math.inf}  # CKPT-1: add your own numbers
     fingerprint = {"length": length, "seed": args.seed, "lr": args.lr, "parameters": sizes[0]}
     check_equal("options", {"epochs": args.epochs, "batch-size": args.batch_size, **fingerprint,
@@ -169,7 +169,7 @@ def train(args):
     # 5. Train and evaluate
     for epoch in range(progress["epoch"], args.epochs + 1):  # CKPT-4: only what is left
         shard = rest_of_epoch(length, hash((args.seed, epoch)), progress["done"])
-        seed = hash((args.seed, epoch, progress["done"], rank))  # of what this rank draws from here
+        seed = hash((args.seed, epoch, progress["done"], rank))  # integers hash alike in each start
         torch.manual_seed(seed)
         train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options,
                                   generator=torch.Generator().manual_seed(seed))  # of the workers
@@ -199,13 +199,13 @@ def train(args):
             optimizer.zero_grad()
             if done // global_batch % args.save_every == 0 or done == length:  # CKPT-1: save
                 check_equal("gradients", norm.item(), 1e-6)  # CKPT-5: 1e-6, as CPUs may round
-                weights = nn.utils.get_total_norm(trained).full_tensor()
-                check_equal("weights", weights.item(), 1e-3)  # it adds up
+                weights = nn.utils.get_total_norm(trained).full_tensor()  # of a whole copy, as norm
+                check_equal("weights", weights.item(), 1e-3)  # finite; equal in all copies
                 state.save()
                 if rank == 0:  # CKPT-1: log it, with the loss of this rank
                     tqdm.write(f"{title}  {done / length:.0%}  "
                                f"loss {total[0] / total[1]:.4f}  rate {group['lr']:.3g}")
-            torch.manual_seed(hash((args.seed, epoch, done, rank)))  # CKPT-4: of the next step
+            torch.manual_seed(hash((args.seed, epoch, done, rank)))  # CKPT-4: as after a resume
         dist.all_reduce(total)  # DDP-5: sum over all ranks
         loss = f"{total[0] / total[1]:.4f}" if total[1] else "-"  # CKPT-1: if no step was left
         seconds = time.perf_counter() - start
@@ -214,7 +214,7 @@ def train(args):
         if rank == 0:  # DDP-4: log on rank 0 only
             print(f"{title}  loss {loss}  accuracy {accuracy:.4f}  "  # CKPT-1: loss may be -
                   f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s{memory}{since}", flush=True)
-        if accuracy > progress["best"]:  # CKPT-1: on all ranks, as they all have the same
+        if accuracy > progress["best"]:  # on all ranks, as they all have the same
             progress["best"] = accuracy
             save_whole(model, args.best)  # FSDP-5: on all ranks
         progress |= {"epoch": epoch + 1, "done": 0}
@@ -262,7 +262,7 @@ class State:  # FSDP-4: in shards, in place of one file
     """What a resumed run needs. DCP writes each rank's shards, and loads them on any number."""
     def __init__(self, folder, model, optimizer, progress, fingerprint, launcher):
         self.folder, self.model, self.optimizer, self.launcher = folder, model, optimizer, launcher
-        self.progress, self.fingerprint = progress, json.dumps(fingerprint)  # tuples become lists
+        self.progress, self.fingerprint = progress, json.dumps(fingerprint)
         self.shared = False  # whether all nodes see the folder
 
     def state_dict(self):
@@ -271,7 +271,7 @@ class State:  # FSDP-4: in shards, in place of one file
         for name, parameter in self.model.named_parameters():
             if stepped and parameter.requires_grad and parameter not in stepped:
                 raise ValueError(f"{name} has had no gradient: use or freeze it, or no run resumes")
-        return {"model": weights, "optimizer": of_optimizer,  # JSON: DCP loads only keys that exist
+        return {"model": weights, "optimizer": of_optimizer,  # JSON, as DCP ignores unknown keys
                 "progress": json.dumps(self.progress), "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state):
@@ -289,8 +289,8 @@ class State:  # FSDP-4: in shards, in place of one file
         dcp.save({"state": self}, checkpoint_id=path)
         self.shared = self.shared or wait_for_file(path / ".metadata")  # rank 0's; only once
         if dist.get_rank() == 0:
-            kept = {each.parent for each in sorted(self.folder.glob("epoch-*/.metadata"))[-2:]}
-            for older in {each for each in self.folder.glob("epoch-*") if each < path} - kept:
+            kept = sorted(self.folder.glob("epoch-*/.metadata"))[-2:]
+            for older in [each for each in self.folder.glob("epoch-*") if each < kept[0].parent]:
                 shutil.rmtree(older, ignore_errors=True)  # also what is incomplete
 
     def load(self):
@@ -311,7 +311,7 @@ def warmup_then_decay(step, total_steps):
 
 def main():
     train(parse_args())
-    if dist.get_backend() == "gloo":  # DTensor keeps its threads, and one may abort the exit
+    if dist.get_backend() == "gloo":  # DTensor keeps its threads: a busy one may abort the exit
         time.sleep(0.1)
     dist.destroy_process_group()  # DDP-1: only now, when train() has freed the model
 

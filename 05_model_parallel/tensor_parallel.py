@@ -149,7 +149,7 @@ def warmup_then_decay(step, total_steps):
 
 def main():
     train(parse_args())
-    if dist.get_backend() == "gloo":  # DTensor keeps its threads, and one may abort the exit
+    if dist.get_backend() == "gloo":  # DTensor keeps its threads: a busy one may abort the exit
         time.sleep(0.1)
     dist.destroy_process_group()  # only now, when train() has freed the model
 

@@ -17,7 +17,7 @@ if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then # sbatch --array=1-3: three runs
 fi
 files=(${run:+--checkpoint "$run.pt" --best "$run-best.pt" --output "$run-last.pt"})
 echo "job $job: $*"
-case " $* " in *" --checkpoint"[=\ ]*) echo "use RUN=name" && exit 2 ;; esac
+case " $* " in *" --checkpoint"[=\ ]*) echo "use RUN=name" && exit 2 ;; esac # $run.pt is read below
 saved() { find -L "$run.pt" \( -type f -name '*.pt' -o -name .metadata \) -printf '%T@\n' | sort; }
 before=$(saved 2>/dev/null) # when the checkpoint was written: a file, or a folder of fsdp.py
 address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)

@@ -54,7 +54,7 @@ def parse_args():
     add("--best", type=Path, default="best.pt", help="path of the weights of the best epoch")
     args = parser.parse_args()
     if "SLURM_STEP_NUM_TASKS" in os.environ and "RANK" not in os.environ:  # SLURM-1: srun python
-        os.environ["RANK"] = os.environ["SLURM_PROCID"]
+        os.environ["RANK"] = os.environ["SLURM_PROCID"]  # you export MASTER_ADDR, MASTER_PORT
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
     if "RANK" not in os.environ:  # DDP-1: torchrun sets it
@@ -77,7 +77,7 @@ def train(args):
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before init_process_group
     backend = "nccl" if device.type == "cuda" else "gloo"
-    launcher = os.getppid()  # CKPT-1: torchrun; after its death a new run may use the files
+    launcher = os.getppid()  # CKPT-1: torchrun, see save()
     dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     cpu_group = dist.new_group(backend="gloo")  # STOP-2: NCCL's votes would wait for the GPU
@@ -87,7 +87,7 @@ def train(args):
     train_set, test_set = load_mnist(args.data_dir, local_rank == 0)  # DDP-3: one downloads it
     length = len(train_set)  # CKPT-4: progress counts images
     options = {"pin_memory": device.type == "cuda", "num_workers": args.workers}
-    options["multiprocessing_context"] = "fork" if args.workers else None  # STOP-3: it inherits
+    options["multiprocessing_context"] = "fork" if args.workers else None  # STOP-3: start_workers()
     test_sampler = DistributedSampler(test_set, shuffle=False)
     test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
@@ -106,7 +106,7 @@ def train(args):
     lr = args.lr * (global_batch / 256) ** 0.5  # keeps the noise of a step: arXiv:1705.08741
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * math.ceil(length / global_batch)  # CKPT-4: there is no loader yet
-    peaks = [group["lr"] for group in optimizer.param_groups]
+    peaks = [group["lr"] for group in optimizer.param_groups]  # a checkpoint has other rates
     progress = {"epoch": 1, "done": 0, "best": -math.inf}  # CKPT-1: add your own numbers
     stateful = {"model": net, "optimizer": optimizer}  # add an EMA, a GradScaler
     fingerprint = {"length": length, "seed": args.seed, "lr": args.lr, "names": [*net.state_dict()]}
@@ -116,13 +116,14 @@ def train(args):
         load_checkpoint(args.checkpoint, stateful, progress, fingerprint)
     check_equal("progress in --checkpoint", (progress["epoch"], progress["done"]))
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    check_equal("weights", nn.utils.get_total_norm(trained).item(), 1e-6)  # after DDP(...)
-    for number in STOP_SIGNALS:  # STOP-1: a rank only notes them; what it forks ends, as Pool needs
+    check_equal("weights", nn.utils.get_total_norm(trained).item(), 1e-6)  # DDP made them equal
+    for number in STOP_SIGNALS:  # STOP-1: a rank notes them, as it may be in the middle of a step
         signal.signal(number, lambda signum, _: received.append(signum))
+        # What it forks ends by them: Pool.terminate() sends SIGTERM, and waits
         os.register_at_fork(after_in_child=lambda n=number: signal.signal(n, signal.SIG_DFL))
 
     def save():  # CKPT-1: on rank 0; DDP keeps the weights of the others equal
-        if os.getppid() != launcher:
+        if os.getppid() != launcher:  # torchrun has died, and a new run may be using the files
             raise RuntimeError("torchrun was killed, and its processes end, too")
         if rank == 0:
             state = {name: each.state_dict() for name, each in stateful.items()}
@@ -137,7 +138,7 @@ def train(args):
     # 5. Train and evaluate
     for epoch in range(progress["epoch"], args.epochs + 1):  # CKPT-4: only what is left
         shard = rest_of_epoch(length, hash((args.seed, epoch)), progress["done"])
-        seed = hash((args.seed, epoch, progress["done"], rank))  # of what this rank draws from here
+        seed = hash((args.seed, epoch, progress["done"], rank))  # integers hash alike in each start
         torch.manual_seed(seed)
         train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options,
                                   generator=torch.Generator().manual_seed(seed))  # of the workers
@@ -169,27 +170,27 @@ def train(args):
             done = progress["done"] = min(progress["done"] + global_batch, length)
             optimizer.step()
             optimizer.zero_grad()
-            vote.wait()  # STOP-2: the result; in the next step some ranks would wait for others
-            if stop or done // global_batch % args.save_every == 0 or done == length:  # or a save
+            vote.wait()  # STOP-2: all ranks have the same sum now, and stop after the same step
+            if stop or done // global_batch % args.save_every == 0 or done == length:  # or due
                 check_equal("gradients", norm.item(), 1e-6)  # CKPT-5: 1e-6, as CPUs may round
-                check_equal("weights", nn.utils.get_total_norm(trained).item(), 1e-3)  # it adds up
+                check_equal("weights", nn.utils.get_total_norm(trained).item(), 1e-3)  # they add up
                 save()
                 if rank == 0:  # CKPT-1: log it, with the loss of this rank
                     tqdm.write(f"{title}  {done / length:.0%}  "
                                f"loss {total[0] / total[1]:.4f}  rate {group['lr']:.3g}")
             if stop:  # STOP-2: after the save
                 return stopped()
-            torch.manual_seed(hash((args.seed, epoch, done, rank)))  # CKPT-4: of the next step
+            torch.manual_seed(hash((args.seed, epoch, done, rank)))  # CKPT-4: as after a resume
         dist.all_reduce(total)  # DDP-5: sum over all ranks
         loss = f"{total[0] / total[1]:.4f}" if total[1] else "-"  # CKPT-1: if no step was left
         seconds = time.perf_counter() - start
         accuracy = evaluate(net, test_loader, device, cpu_group)  # STOP-2: or None
-        if accuracy is None:  # stopped in the evaluation
+        if accuracy is None:  # stopped in the evaluation; all is saved
             return stopped()
         if rank == 0:  # DDP-4: log on rank 0 only
             print(f"{title}  loss {loss}  accuracy {accuracy:.4f}  "  # CKPT-1: loss may be -
                   f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s{since}", flush=True)
-        if accuracy > progress["best"]:  # CKPT-1: on all ranks, as they all have the same
+        if accuracy > progress["best"]:  # on all ranks, as they all have the same
             progress["best"] = accuracy
             if rank == 0:
                 save_file(net.state_dict(), args.best)
@@ -210,13 +211,12 @@ def evaluate(net, test_loader, device, cpu_group):  # STOP-2: can be stopped
     net.eval()
     correct = []
     for batch in start_workers(test_loader):  # STOP-3: as in the training
-        stop = torch.tensor(len(received))  # STOP-2: a vote in each batch
-        vote = dist.all_reduce(stop, group=cpu_group, async_op=True)
-        images, labels = [part.to(device, non_blocking=True) for part in batch]
-        correct.append(net(images).argmax(1) == labels)
-        vote.wait()  # STOP-2: all ranks stop after the same batch
+        stop = torch.tensor(len(received))  # STOP-2: it may take longer than Slurm waits
+        dist.all_reduce(stop, group=cpu_group)
         if stop:
             return None
+        images, labels = [part.to(device, non_blocking=True) for part in batch]
+        correct.append(net(images).argmax(1) == labels)
     correct = gather_in_order(torch.cat(correct), len(test_loader.dataset))  # DDP-5: of all ranks
     return correct.sum().item() / len(correct)
 
@@ -235,7 +235,7 @@ def save_file(content, path):  # CKPT-2: a kill leaves no half file
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
-    torch.load(f"{path}.tmp", "cpu", mmap=True, weights_only=True)  # fails now, not at a resume
+    torch.load(f"{path}.tmp", "cpu", mmap=True, weights_only=True)  # what cannot be loaded fails
     os.replace(f"{path}.tmp", path)
 
 
@@ -255,10 +255,10 @@ def load_checkpoint(path, stateful, progress, fingerprint):  # CKPT-3: and rejec
 
 def start_workers(loader):  # STOP-3: a signal reaches them, too, but the ranks need them
     """An iterator over loader whose workers inherit a block of the stop signals."""
-    # worker_init_fn would be too late: before, torch installs a handler of SIGTERM in each worker
+    # before the fork: torch's handler of SIGTERM could end a worker before its worker_init_fn runs
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     batches = iter(loader)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # what has come meanwhile arrives
     return batches
 
 
@@ -273,7 +273,7 @@ def main():
     finally:  # after an error Python's exit sends them SIGTERM, which they block, and waits
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a worker dies
         for worker in [each for each in multiprocessing.active_children() if each.daemon]:
-            worker.kill()
+            worker.kill()  # DataLoader's are daemons; processes of your own need not be
     dist.destroy_process_group()  # DDP-1: only now, when train() has freed the model
     sys.exit(code)  # STOP-1: None, which is 0, or 1
 

@@ -68,7 +68,7 @@ def train(args):
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before init_process_group
     backend = "nccl" if device.type == "cuda" else "gloo"
-    launcher = os.getppid()  # CKPT-1: torchrun; after its death a new run may use the files
+    launcher = os.getppid()  # CKPT-1: torchrun, see save()
     dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
@@ -95,7 +95,7 @@ def train(args):
     lr = args.lr * (global_batch / 256) ** 0.5  # keeps the noise of a step: arXiv:1705.08741
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * math.ceil(length / global_batch)  # CKPT-4: there is no loader yet
-    peaks = [group["lr"] for group in optimizer.param_groups]
+    peaks = [group["lr"] for group in optimizer.param_groups]  # a checkpoint has other rates
     progress = {"epoch": 1, "done": 0, "best": -math.inf}  # CKPT-1: add your own numbers
     stateful = {"model": net, "optimizer": optimizer}  # add an EMA, a GradScaler
     fingerprint = {"length": length, "seed": args.seed, "lr": args.lr, "names": [*net.state_dict()]}
@@ -105,10 +105,10 @@ def train(args):
         load_checkpoint(args.checkpoint, stateful, progress, fingerprint)
     check_equal("progress in --checkpoint", (progress["epoch"], progress["done"]))
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    check_equal("weights", nn.utils.get_total_norm(trained).item(), 1e-6)  # after DDP(...)
+    check_equal("weights", nn.utils.get_total_norm(trained).item(), 1e-6)  # DDP made them equal
 
     def save():  # CKPT-1: on rank 0; DDP keeps the weights of the others equal
-        if os.getppid() != launcher:
+        if os.getppid() != launcher:  # torchrun has died, and a new run may be using the files
             raise RuntimeError("torchrun was killed, and its processes end, too")
         if rank == 0:
             state = {name: each.state_dict() for name, each in stateful.items()}
@@ -117,7 +117,7 @@ def train(args):
     # 5. Train and evaluate
     for epoch in range(progress["epoch"], args.epochs + 1):  # CKPT-4: only what is left
         shard = rest_of_epoch(length, hash((args.seed, epoch)), progress["done"])
-        seed = hash((args.seed, epoch, progress["done"], rank))  # of what this rank draws from here
+        seed = hash((args.seed, epoch, progress["done"], rank))  # integers hash alike in each start
         torch.manual_seed(seed)
         train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options,
                                   generator=torch.Generator().manual_seed(seed))  # of the workers
@@ -148,12 +148,12 @@ def train(args):
             optimizer.zero_grad()
             if done // global_batch % args.save_every == 0 or done == length:  # CKPT-1: save
                 check_equal("gradients", norm.item(), 1e-6)  # CKPT-5: 1e-6, as CPUs may round
-                check_equal("weights", nn.utils.get_total_norm(trained).item(), 1e-3)  # it adds up
+                check_equal("weights", nn.utils.get_total_norm(trained).item(), 1e-3)  # they add up
                 save()
                 if rank == 0:  # CKPT-1: log it, with the loss of this rank
                     tqdm.write(f"{title}  {done / length:.0%}  "
                                f"loss {total[0] / total[1]:.4f}  rate {group['lr']:.3g}")
-            torch.manual_seed(hash((args.seed, epoch, done, rank)))  # CKPT-4: of the next step
+            torch.manual_seed(hash((args.seed, epoch, done, rank)))  # CKPT-4: as after a resume
         dist.all_reduce(total)  # DDP-5: sum over all ranks
         loss = f"{total[0] / total[1]:.4f}" if total[1] else "-"  # CKPT-1: if no step was left
         seconds = time.perf_counter() - start
@@ -161,7 +161,7 @@ def train(args):
         if rank == 0:  # DDP-4: log on rank 0 only
             print(f"{title}  loss {loss}  accuracy {accuracy:.4f}  "  # CKPT-1: loss may be -
                   f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s{since}", flush=True)
-        if accuracy > progress["best"]:  # CKPT-1: on all ranks, as they all have the same
+        if accuracy > progress["best"]:  # on all ranks, as they all have the same
             progress["best"] = accuracy
             if rank == 0:
                 save_file(net.state_dict(), args.best)
@@ -202,7 +202,7 @@ def save_file(content, path):  # CKPT-2: a kill leaves no half file
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
-    torch.load(f"{path}.tmp", "cpu", mmap=True, weights_only=True)  # fails now, not at a resume
+    torch.load(f"{path}.tmp", "cpu", mmap=True, weights_only=True)  # what cannot be loaded fails
     os.replace(f"{path}.tmp", path)
 
 

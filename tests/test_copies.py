@@ -93,10 +93,11 @@ def test_an_own_script_with_ddp(tmp_path):
 @pytest.mark.parametrize("fault", [
     "script.DDP = lambda net: net", "DDP = script.DDP; script.DDP = lambda net: (DDP(net), net)[1]",
     "if os.environ['RANK'] == '1': torch.optim.SGD.step = lambda self: 0",
-    "script.SEED += int(os.environ['RANK'])", "DDP = script.DDP; script.DDP = lambda net: (os.environ"
-    "['RANK'] == '1' and net._modules.update({'5': net._modules.pop('4')}), DDP(net))[1]"])
+    "script.SEED += int(os.environ['RANK'])",
+    "DDP = script.DDP; script.DDP = lambda net: "
+    "(net._modules.update({'4' + os.environ['RANK']: net._modules.pop('4')}), DDP(net))[1]"])
 def test_lines_that_compare_the_ranks_of_an_own_script(fault, tmp_path):
-    """Without DDP, with a plain call of the network, a rank without steps, another split or name."""
+    """Without DDP, with a plain call of the network, no steps, another split or name."""
     project = patched(tmp_path, "own_ddp", OWN + fault, "tests/copies/own.py")
     result = run_ranks("changed.py", 2, cwd=project, code=1)
     assert "the ranks differ: [" in result.errors
@@ -146,10 +147,10 @@ def first_of(path):
 
 LANGUAGE = """
 kept = lambda done: 0.8
-script.EMA_DECAY, factor, steps = 0.8, script.warmup_then_decay, iter(range(1, 99))
-script.warmup_then_decay = lambda *given: [
-    os.environ.get("KILLED") == os.environ["RANK"] and next(steps) == 8
-    and os.kill(os.getpid(), 9), factor(*given)][1]
+script.EMA_DECAY, factor, steps = 0.8, script.warmup_then_decay, set()
+script.warmup_then_decay = lambda step, total: [  # of each group of parameters
+    steps.add(step), os.environ.get("KILLED") == os.environ["RANK"] and len(steps) == 8
+    and os.kill(os.getpid(), 9), factor(step, total)][2]
 """
 
 

@@ -61,6 +61,7 @@ def warnings_of(result):
 
 
 @pytest.mark.parametrize(("folder", "gpus", "options"), [
+    ("", 1, ["--sync-bn"]),  # the root's two lines, with which two ranks share one GPU
     ("01_dataparallel", 1, ["--amp"]),
     pytest.param("01_dataparallel", 2, [], marks=two_gpus),
     ("02_ddp_spawn", 2, []),
@@ -72,23 +73,16 @@ def warnings_of(result):
 def test_trains_evaluates_and_saves(folder, gpus, options, copy, tmp_path):
     """By run.sh, without a warning; 02 to 06 with one process if there is one GPU."""
     settings = {"MASTER_PORT": free_port(), "CUDA_VISIBLE_DEVICES": ",".join(GPUS[:gpus])}
-    command = ["bash", copy / folder / "run.sh", "--data-dir", copy / "common", "--epochs", 1]
-    result = run([*command, *options], tmp_path, **settings)
+    command = ["bash", copy / folder / "run.sh"]
+    if not folder:
+        lines = re.search(r"^export NCCL.*\ntorch.*(?=')", (ROOT / "README.md").read_text(), re.M)
+        command = ["bash", "-c", f"""{lines[0]} "$@"' - "$@" """, "-"]
+    result = run([*command, "--output", tmp_path / "mnist.pt", *options], copy, **settings)
     assert result.code == 0 and "on the CPU" not in result.output, result
     assert not warnings_of(result), result
     accuracy = float(result.epochs()[-1]["accuracy"])
     # The CPU may classify an image differently that the GPU finds equally near to two digits
     assert accuracy >= 0.2 and abs(accuracy - accuracy_of(load(tmp_path / "mnist.pt"))) <= 2 / 359
-
-
-def test_the_roots_command_starts_two_ranks_on_one_gpu(copy, tmp_path):
-    """With BatchNorm over both. Its two lines are those of the README."""
-    [lines] = re.findall(r"^export NCCL.*\ntorchrun .*$", (ROOT / "README.md").read_text(), re.M)
-    lines = lines.replace("train.py'", f"train.py --sync-bn --output \"{tmp_path}/mnist.pt\"'")
-    result = run(["bash", "-c", lines], copy, CUDA_VISIBLE_DEVICES=GPUS[0])
-    assert result.code == 0 and len(result.epochs()) == 1 and not warnings_of(result), result
-    accuracy = float(result.epochs()[0]["accuracy"])
-    assert abs(accuracy - accuracy_of(load(tmp_path / "mnist.pt"))) <= 2 / 359
 
 
 @pytest.mark.parametrize(("folder", "options", "dtype"), [

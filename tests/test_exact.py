@@ -9,7 +9,7 @@ from helpers import (SEED, STARTED, copy_project, distance, edit, exit_codes, gr
     module, order_of, rate_factor, run_ranks, start, without_batch_norm)
 from torch.utils.data import DataLoader, DistributedSampler
 
-from common.gather import all_gather, all_gather_ragged, gather_in_order
+from common.gather import all_gather, all_gather_ragged, check_equal, gather_in_order
 
 pytestmark = pytest.mark.usefixtures("float64")
 EPOCHS = 2
@@ -78,7 +78,7 @@ def shuffled(epoch, length, ranks, mixed=False, numbers=None):
     ("03_ddp_multinode_spawn", 3, 4, 2, ["-n", 2, "-g", "2,1"]),
     ("04_ddp_torchrun", 1, 24, 1, []), ("04_ddp_torchrun", 2, 12, 2, []),
     ("04_ddp_torchrun", 3, 8, 3, []), ("04_ddp_torchrun", 7, 4, 7, []),
-], ids=["01", "02", "03", "04 on 1", "04 on 2", "04 on 3", "04 on 7"])
+])
 def test_processes_compute_what_one_does(folder, ranks, batch, started, options, tmp_path):
     """With rank 0's BatchNorm statistics. The numbers of images are primes. 03 has two nodes."""
     project = copy_project(tmp_path / "a project", f"{folder}/train.py", small="data")
@@ -136,8 +136,7 @@ PIPELINE = {**TENSOR, "drop": True}
      {**OF_FSDP, "accumulate": 3}),
     ("05_model_parallel/fsdp.py", 4, 3, [*FSDP, "--accumulate", 2, "--shards", 2],
      {**OF_FSDP, "accumulate": 2}),
-], ids=["06", "05 two devices", "05 two copies", "pipeline gpipe", "pipeline 1f1b",
-        "tensor_parallel", "fsdp", "fsdp hsdp"])
+])
 def test_a_divided_batch_or_model_computes_what_one_device_does(
         path, ranks, batch, options, how, tmp_path):
     """Micro-batches, stages and shards add up; fsdp.py begins with the weights of one process."""
@@ -168,6 +167,12 @@ def gather(rank, folder):
                     rows = torch.tensor([[n, -n] for n in shard], dtype=torch.int64)
                     gathered = gather_in_order(rows.view(-1, 2), length)
                     assert gathered.tolist() == [[n, -n] for n in range(length)]
+            check_equal("x", 1 + 1e-7 * rank, 1e-6)
+            for given in ((1 + 1e-5 * rank, 1e-6), (1e999, 1e-6), (1e999 * 0, 1), (rank,),
+                          ({"same": 1, "a": rank},), ({rank: 1},), (["layer"] * 9999 + [rank],)):
+                with pytest.raises(ValueError, match="x of the ranks differ") as error:
+                    check_equal("x", *given) if size > 1 else check_equal("x", 1e999, 1)
+                assert "same" not in str(error.value) and len(str(error.value)) < 3000
             if rank == 0:  # no other rank takes part
                 for rows in (20 // size - 1, 21):
                     with pytest.raises(ValueError, match=f"rank 0 has {rows}: use all_gather_r"):

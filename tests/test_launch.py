@@ -2,10 +2,9 @@
 
 import errno
 import re
-import socket
 
 import pytest
-from helpers import FOLDERS, ROOT, STARTED, copy_project, free_port, module, run, run_ranks, tools
+from helpers import FOLDERS, ROOT, STARTED, copy_project, module, run, run_ranks, tools
 
 STANDALONE = "torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node="
 SPAWN = "python {{}}/train.py --nodes {} --node-rank {} --master-addr"
@@ -120,19 +119,24 @@ def test_random_numbers_differ_between_ranks_and_options_are_for_the_training(
         assert (dtype, compiled) == ("bfloat16" if trains else "float32", str(trains)), result
 
 
-@pytest.mark.parametrize("folder", FOLDERS[1:3])
-def test_only_this_machine_reaches_the_store(folder, tmp_path, monkeypatch):
-    """Of 02 always, of 03 as long as it has the default address; 127.0.0.2 is another one."""
-    port, found = free_port(), []
+HERE = ("script.tempfile.tempdir = 'a ?b #c'; torch.save = lambda *_: print("
+        "'modes', [oct(each.stat().st_mode) for each in os.scandir('a ?b #c')])")
 
-    def spawn(run, given, nprocs):
-        for address in ("127.0.0.1", "127.0.0.2"):
-            with socket.socket() as other:
-                found.append(other.connect_ex((address, vars(given[0]).get("port", port))))
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("torch.multiprocessing.spawn", spawn)
-    monkeypatch.setattr("sys.argv", ["", *(["--master-port", str(port)] if "03" in folder else [])])
-    module(ROOT / folder / "train.py").main()
-    assert found == [0, errno.ECONNREFUSED]
+def test_02_connects_through_a_file_of_its_user(tmp_path):
+    """In a folder that nobody else may read, and that is gone at the end, whatever TMPDIR is."""
+    project = copy_project(tmp_path, f"{FOLDERS[1]}/train.py", small=("data", "model"))
+    (temporary := project / "a ?b #c").mkdir()
+    result = run_ranks("train.py", 1, "--nprocs", 2, cwd=project, CHANGE=STARTED + HERE)
+    assert "modes ['0o40700']\n" in result.output and not list(temporary.iterdir()), result
+
+
+STORE = ("multiprocessing.spawn = lambda *_: print([script.socket.socket().connect_ex((host, int("
+         "os.environ['MASTER_PORT']))) for host in ('127.0.0.1', '127.0.0.2')])")
+
+
+def test_03_only_this_machine_reaches_the_store(tmp_path):
+    """As long as the address is the default one; 127.0.0.2 is another one."""
+    project = copy_project(tmp_path, f"{FOLDERS[2]}/train.py")
+    result = run_ranks("train.py", 1, "-n", 1, cwd=project, CHANGE=STARTED + STORE)
+    assert f"[0, {errno.ECONNREFUSED}]\n" in result.output, result

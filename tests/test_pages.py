@@ -106,8 +106,8 @@ def test_each_script_is_one_file_without_private_names():
         imported = re.findall(r"^\s*(?:import|from) +(\w*)", text, re.M)
         assert imported and not {"", *(other.stem for other in SCRIPTS)} & set(imported)
         assert set(re.findall(r"\._[a-z]\w*", text)) <= {"._exit"}, path
-        # imported later, its functions' defaults keep the process group until the exit
-        assert ("init_process_group(" in text) == ("\nimport torch.distributed.nn " in text), path
+        if "init_process_group(" in text:  # imports of torch.distributed.nn, or the exit may abort
+            assert re.search(r"common\.gather|distributed\.(checkpoint|pipelining)", text), path
     assert sum(len(file.read_text().splitlines()) for file in ROOT.glob("common/*.py")) < 180
 
 

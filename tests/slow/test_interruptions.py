@@ -7,11 +7,10 @@ import re
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from helpers import (TORCHRUN, Running, copy_project, equal, exit_codes, free_port,
-    order_of, processes, run_ranks, start_ranks, wait_for, wait_until)
+    order_of, processes, run_ranks, start_ranks, wait_for)
 
 RUN = ["bash", "run.sh"]
 LONG = ["--epochs", 40, "--batch-size", 16, "--save-every", 3]  # 240 steps of two ranks
@@ -82,45 +81,15 @@ def test_training_continues_on_one_node_when_the_other_one_leaves(number, projec
     assert both.count("resuming from ") >= 2 and "epoch 40/40  loss" in both, both
 
 
-@pytest.mark.parametrize("while_it", ["starts", "trains"])
-def test_without_its_launcher_a_run_ends_at_its_next_save(while_it, project):
+def test_without_its_launcher_a_run_ends_at_its_next_save(project):
     """After `kill -9` of run.sh, which is torchrun: a rerun would train next to the ranks."""
-
-    def ranks_import_torch():
-        ranks = processes(running.token, b"\0-u\0")
-        maps = [Path(f"/proc/{rank}/maps").read_text() for rank in ranks]
-        return len(maps) == 2 and all("libtorch" in each for each in maps)
-
-    running = Running([*RUN, *LONG], project)
-    wait_until(ranks_import_torch, running)
-    if while_it == "trains":
-        wait_for("epoch 2/40", running)
+    running = Running([*RUN, *LONG], project, PYTHONOPTIMIZE=1)  # without asserts
+    wait_for("epoch 2/40", running)
     running.process.kill()
     result = running.finish()  # which checks that nothing runs any more
     assert result.errors.count("RuntimeError: torchrun was killed") == 2, result
-    assert train(project, 2, *LONG).startswith("resuming from ") == (while_it == "trains")
+    assert train(project, 2, *LONG).startswith("resuming from ")
     assert equal(project / "mnist.pt", project / "whole.pt")
-
-
-UNLIKE = """
-import os, sys
-if os.environ["RANK"] == "1" and "ATEN_CPU_CAPABILITY" not in os.environ:
-    os.environ["ATEN_CPU_CAPABILITY"] = "default"  # before torch is imported
-    os.execv(sys.executable, [sys.executable, "-u", *sys.argv])
-import torch, train
-train.main()
-sys.stdout.write(torch.backends.cpu.get_cpu_capability() + "\\n")  # in one piece
-"""
-
-
-def test_two_unlike_cpus_train_together(tmp_path):
-    """Their weights differ in the last bits, which is no error."""
-    project = copy_project(tmp_path, "06_checkpointing", small=("data", "model"))
-    (project / "unlike.py").write_text(UNLIKE)
-    command = [*TORCHRUN, "--nproc-per-node=2", "unlike.py", "--epochs", 8, *LONG[2:]]
-    result = Running(command, project, FLOAT32=1).finish()
-    assert result.code == 0 and len(result.epochs()) == 8, result
-    assert len({*re.findall("^(DEFAULT|AVX.*)", result.output, re.M)}) == 2, "not unlike"
 
 
 # With DataLoader workers
@@ -152,6 +121,7 @@ def with_helpers(*given):  # started while the handlers are installed, after wor
         helpers.append(subprocess.Popen(["sleep", "1000"]))
         helpers.append(multiprocessing.get_context("fork").Process(target=time.sleep, args=[1000]))
         helpers[1].start()
+        multiprocessing.get_context("fork").Pool(2).terminate()  # waits for them after SIGTERM
         atexit.register(lambda: [(each.terminate(), wait()) for each, wait in zip(
             helpers, (helpers[0].wait, helpers[1].join))])
     return evaluate(*given)

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import signal
 import time
 
 import pytest
@@ -235,19 +234,6 @@ def test_an_element_of_an_array_is_stopped_and_another_one_cancelled(cluster, su
     stopped.check_resumes(undisturbed / "0.6.pt", stops=1)
     cancelled.finish("CANCELLED")
     assert "\nrequeueing job " not in cancelled.log(), jobs
-
-
-def test_the_controller_does_not_answer(cluster, submit):
-    """A process gets the signal, the job saves and ends, and its log says what to do."""
-    job = submit(slow=True)
-    cluster.run("bash", "-c", f"kill -STOP $(cat {cluster.folder}/slurmctld.pid)")
-    try:
-        os.kill(processes(str(job.folder), b"\0-u\0")[0], signal.SIGTERM)
-        wait_until(lambda: "\nnot requeued: submit the same command again\n" in job.log())
-    finally:
-        cluster.started[1].send_signal(signal.SIGCONT)  # nsenter stops with it, and continues it
-    job.finish("FAILED")
-    assert "\nstopped at " in job.log() and "\nrequeueing" not in job.log(), job
 
 
 def test_out_of_time(cluster, submit, undisturbed):
