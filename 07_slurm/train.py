@@ -117,11 +117,7 @@ def train(args):
     check_equal("progress in --checkpoint", (progress["epoch"], progress["done"]))
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     check_equal("weights", nn.utils.get_total_norm(trained).item(), 1e-6)  # DDP made them equal
-<<<<<<< HEAD
     for number in STOP_SIGNALS:  # STOP-1: a rank notes them, as it may be in the middle of a step
-=======
-    for number in STOP_SIGNALS:  # STOP-1: a rank only notes them; what it forks ends, as Pool needs
->>>>>>> lean
         signal.signal(number, lambda signum, _: received.append(signum))
         # What it forks ends by them: Pool.terminate() sends SIGTERM, and waits
         os.register_at_fork(after_in_child=lambda n=number: signal.signal(n, signal.SIG_DFL))
