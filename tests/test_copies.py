@@ -387,6 +387,28 @@ def test_lora_on_fsdp(tmp_path, monkeypatch):
     assert f" {count} trained, {8 * count + len(data) // 4} bytes" in again.output
 
 
+SPARSE = """
+import torch, torch.distributed as dist
+from common.gather import all_gather_ragged
+dist.init_process_group("gloo")
+tables = [torch.nn.Embedding(9, 4, sparse=sparse, _weight=torch.ones(9, 4))
+          for sparse in (True, False)]
+(model := torch.nn.parallel.DistributedDataParallel(tables[0])).register_comm_hook(None, average)
+words = torch.tensor([[0, 1, 1], [1, 7, 2]])  # two rows of rank 0, three of rank 1
+model(words[dist.get_rank()]).square().mean().backward()
+tables[1](words).square().mean().backward()
+assert tables[0].weight.grad.to_dense().allclose(tables[1].weight.grad)
+"""
+
+
+def test_sparse_gradients(tmp_path):
+    """With the hook of the page two ranks have the gradients of one process with dense tables."""
+    text = (COPIES / "README.md").read_text().split("### Sparse gradients")[1]
+    project = copy_project(tmp_path / "a project")
+    (project / "train.py").write_text(re.search("```python\n(.*?)```", text, re.S)[1] + SPARSE)
+    run_ranks("train.py", 2, cwd=project)
+
+
 def test_encoders(tmp_path):
     """One process has the pairs of all ranks in a batch."""
     torch.manual_seed(0)
