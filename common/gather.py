@@ -70,10 +70,9 @@ def check_equal(name, value, tolerance=0):
 
 
 def wait_for_file(path, seconds=90):
-    """Return whether a rank sees this file; if one does, wait until all do.
+    """Return whether a rank sees this file; if one does, wait until all do, or raise ValueError.
 
-    A network disk may show a node late what another one has just written: NFS up to a minute, as it
-    caches which names are missing. ValueError on all ranks: some do not see it after the seconds.
+    NFS may show a node late what another one has just written: it caches which names are missing.
     """
     for _ in range(seconds):
         seen = [None] * dist.get_world_size()
@@ -81,4 +80,5 @@ def wait_for_file(path, seconds=90):
         if len({*seen}) == 1:
             return seen[0]
         time.sleep(1)
-    raise ValueError(f"{path} is not on a disk that all nodes share; who sees it: {seen}"[:300])
+    missing = seen.count(False)
+    raise ValueError(f"{path} is not on a disk that all nodes share: {missing} ranks do not see it")

@@ -198,7 +198,7 @@ after_a_step(lambda optimizer, *given: optimizer.param_groups[0]["params"][0].da
     ("train fsdp stops", "sys.argv += ['--seed', str(rank)]", [], "options"),
     ("train", "sys.argv += ['--batch-size', str(rank + 1)]", [], "options"),
     ("fsdp", "sys.argv += ['--save-every', str(rank + 1)]", [], "options"),
-    ("fsdp", OTHER_ORDER, [], "options"),
+    ("fsdp", OTHER_ORDER, [], "names"),
     ("train", OVERFLOW, [], "gradients"), ("train fsdp stops", NAN, [], "gradients"),
     ("train fsdp", "0", ["--lr", 1e30], "gradients"),
     ("train fsdp", BROKEN, ["--save-every", 1], "weights"),
