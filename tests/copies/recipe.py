@@ -1,6 +1,6 @@
 """A plain DDP recipe on MNIST, which benchmark.md compares with 04.
 
-    torchrun --standalone --nproc-per-node=2 tests/recipe.py 15 [--amp]
+    torchrun --standalone --nproc-per-node=2 tests/copies/recipe.py 15 [--amp]
 
 It reads single samples through a default DataLoader, keeps contiguous tensors, uses Adam at 1e-3,
 gathers every batch at evaluation, and ends at an accuracy of 99 % or after so many epochs.
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.datasets import MNIST
 from torchvision.transforms import ToTensor
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent.parent))
 from common.gather import all_gather
 from common.model import ConvNet
 
