@@ -121,7 +121,8 @@ def with_helpers(*given):  # started while the handlers are installed, after wor
         helpers.append(subprocess.Popen(["sleep", "1000"]))
         helpers.append(multiprocessing.get_context("fork").Process(target=time.sleep, args=[1000]))
         helpers[1].start()
-        multiprocessing.get_context("fork").Pool(2).terminate()  # waits for them after SIGTERM
+        with multiprocessing.get_context("fork").Pool(2) as pool:  # its end waits after SIGTERM
+            pool.map(time.sleep, [1, 1], 1)
         atexit.register(lambda: [(each.terminate(), wait()) for each, wait in zip(
             helpers, (helpers[0].wait, helpers[1].join))])
     return evaluate(*given)
