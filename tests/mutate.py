@@ -21,7 +21,7 @@ TESTS = [f"tests/test_{name}.py" for name in ("launch", "resume", "exact", "smok
 IGNORED = shutil.ignore_patterns(".*", "*cache*", "data", "slow", "*.pt")
 SKIPPED = ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
 ACCEPTED = [  # what may survive; all others are to be looked at
-    r'set_device|max_memory|reset_peak|DataParallel|# DP-1|one GPU|"cuda"',  # test_cuda.py
+    r'set_device|max_memory|reset_peak|DataParallel|# DP-1|one GPU|"cuda"|sync_b',  # test_cuda.py
     # What ends processes: slow/test_exits.py, slow/test_interruptions.py
     r"destroy_p|sleep|SIG_|STOP_|getppid|was killed|sys\.exit|\.kill|_child|finally|barrier",
     r"fsync|flush|reshard|del ",  # a power cut, memory

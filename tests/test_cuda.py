@@ -173,14 +173,13 @@ def test_05_in_each_way(script, nproc, options, copy, tmp_path):
 
 
 def test_two_ranks_take_the_steps_of_one_with_the_whole_batch(tmp_path):
-    """With rank 0 on the second GPU, if there are two: the local rank picks it, not the rank."""
-    project = without_batch_norm(copy_project(
-        tmp_path / "project", "04_ddp_torchrun/train.py", small="data"))
-    options, even = ["--lr", 0.3, "--output"], {"TRAIN_IMAGES": 180}
+    """With one BatchNorm over both, and rank 0 on the second GPU, if there are two."""
+    project = copy_project(tmp_path / "project", "04_ddp_torchrun/train.py", small="data")
+    options, even = ["--lr", 0.3, "--sync-bn", "--output"], {"TRAIN_IMAGES": 180}
     run_ranks("train.py", 1, "--batch-size", 24, *options, "one.pt", cwd=project, **even)
     run_ranks("train.py", 2, "--batch-size", 12, *options, "two.pt", cwd=project, **even,
               CHANGE=f"os.environ['LOCAL_RANK'] = str((1 - rank) % {len(GPUS)})")
-    assert distance(project / "one.pt", project / "two.pt") < 1e-9  # atomic additions vary
+    assert distance(project / "one.pt", project / "two.pt") < 1e-6  # its statistics round
 
 
 @four_gpus
