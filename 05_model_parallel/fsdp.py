@@ -283,7 +283,7 @@ class State:  # FSDP-4: in shards, in place of one file
 
     def save(self):
         """Save from all ranks, and keep the newest two."""
-        if os.getppid() != self.launcher:
+        if os.getppid() != self.launcher:  # torchrun has died, and a new run may use the folder
             raise RuntimeError("torchrun was killed, and its processes end, too")
         path = self.folder / "epoch-{epoch:08}-done-{done:012}".format(**self.progress)
         dcp.save({"state": self}, checkpoint_id=path)

@@ -172,14 +172,18 @@ def test_05_in_each_way(script, nproc, options, copy, tmp_path):
     assert not warnings_of(result), result
 
 
-def test_two_ranks_take_the_steps_of_one_with_the_whole_batch(tmp_path):
-    """With one BatchNorm over both, and rank 0 on the second GPU, if there are two."""
+@pytest.mark.parametrize(("more", "rounding"), [
+    ([], 1e-9), (["--sync-bn"], 1e-6)], ids=["without BatchNorm", "with one over both"])
+def test_two_ranks_take_the_steps_of_one_with_the_whole_batch(more, rounding, tmp_path):
+    """With rank 0 on the second GPU, if there are two: the local rank picks it, not the rank."""
     project = copy_project(tmp_path / "project", "04_ddp_torchrun/train.py", small="data")
-    options, even = ["--lr", 0.3, "--sync-bn", "--output"], {"TRAIN_IMAGES": 180}
+    project = project if more else without_batch_norm(project)
+    options, even = ["--lr", 0.3, *more, "--output"], {"TRAIN_IMAGES": 180}
     run_ranks("train.py", 1, "--batch-size", 24, *options, "one.pt", cwd=project, **even)
     run_ranks("train.py", 2, "--batch-size", 12, *options, "two.pt", cwd=project, **even,
               CHANGE=f"os.environ['LOCAL_RANK'] = str((1 - rank) % {len(GPUS)})")
-    assert distance(project / "one.pt", project / "two.pt") < 1e-6  # its statistics round
+    # Atomic additions vary, and SyncBatchNorm's statistics round
+    assert distance(project / "one.pt", project / "two.pt") < rounding
 
 
 @four_gpus
