@@ -68,7 +68,7 @@ def train(args):
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before init_process_group
     backend = "nccl" if device.type == "cuda" else "gloo"
-    launcher = os.getppid()  # CKPT-1: torchrun, see save()
+    launcher, again = os.getppid(), os.getenv("TORCHELASTIC_RESTART_COUNT", "0")  # CKPT-1: save()
     dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
@@ -123,8 +123,8 @@ def train(args):
                                   generator=torch.Generator().manual_seed(seed))  # of the workers
         check_equal("batches", (len(train_loader), len(test_loader)))  # or some ranks would wait
         net.train()
-        title = f"epoch {epoch}/{args.epochs}"
-        since = f"  since {progress['done'] / length:.0%}" * (progress["done"] > 0)  # CKPT-1: log
+        title = f"epoch {epoch}/{args.epochs}" + f", restart {again}" * (again > "0")  # CKPT-1: log
+        since = f"  since {progress['done'] / length:.0%}" * (progress["done"] > 0)
         start = time.perf_counter()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
         # DDP-4: one bar, of rank 0; None: on a terminal only

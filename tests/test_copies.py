@@ -216,7 +216,8 @@ def test_a_segmentation(tmp_path):
     criterion = torch.nn.CrossEntropyLoss(torch.tensor([0.5, 1, 1, 4]), ignore_index=255)
     for epoch, first in [(epoch, 16 * step) for epoch in (1, 2) for step in range(5)]:
         rows = order_of(epoch, 72, 1)[first : first + 16]
-        drawn = [torch.rand((), generator=torch.manual_seed(hash((SEED, epoch, n)))) for n in rows]
+        drawn = [torch.rand((), generator=torch.manual_seed(hash((SEED, epoch, n)) % 2**32))
+                 for n in rows]
         inputs, targets = [torch.stack([part[n].flip(-1) if number < 0.5 else part[n] for n, number
                            in zip(rows, drawn, strict=True)]) for part in (images, masks)]
         criterion(net(inputs / 255), targets).backward()
@@ -241,7 +242,8 @@ def test_two_networks(tmp_path, monkeypatch):
                                then=1, sizes=((20, 1), (5, 2), (10, 2)))
     net = module(tmp_path / "a project/train.py").build_generator()
     net.load_state_dict(load(tmp_path / "one/best.pt"))
-    noise = [torch.randn(64, generator=torch.manual_seed(hash((0, 0, row)))) for row in range(47)]
+    noise = [torch.randn(64, generator=torch.manual_seed(hash((0, 0, row)) % 2**32))
+             for row in range(47)]
     tests = module(tmp_path / "a project/common/data.py").load_mnist(None)[1].tensors[0]
     both = torch.cat([tests, net(torch.stack(noise))])
     gaps = (both[:, None] - both).flatten(2).norm(dim=2).view(2, 47, 2, 47).mean((1, 3))
@@ -311,7 +313,8 @@ def test_without_a_data_set(tmp_path, ranks=2):
     assert equal(tmp_path / "whole/checkpoint.pt", tmp_path / "killed/checkpoint.pt")
     torch.manual_seed(SEED)
     net = torch.nn.Sequential(torch.nn.Linear(1, 64), torch.nn.Tanh(), torch.nn.Linear(64, 3))
-    walks = [module(project / "train.py").Walks(5, hash((SEED, rank))) for rank in range(ranks)]
+    walks = [module(project / "train.py").Walks(5, hash((SEED, rank)) % 2**32)
+             for rank in range(ranks)]
     for epoch in range(1, 9):
         moves = []
         for rank, each in enumerate(walks):

@@ -60,6 +60,7 @@ def test_killed_ranks_are_restarted(project):
     """Three times, as run.sh allows: a rank is killed whenever it has read 1250 of 4600 images."""
     result = Running([*RUN, *LONG], project, READ="1 1250 9").finish()
     assert result.code == 0 and result.output.count("resuming from ") == 3, result
+    assert "epoch 40/40, restart 3  loss" in result.output, result
     assert equal(project / "mnist.pt", project / "whole.pt")
 
 
