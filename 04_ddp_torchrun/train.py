@@ -1,8 +1,9 @@
-r"""Train a ConvNet on MNIST with DistributedDataParallel: torchrun starts one process per GPU.
+r"""Train a ConvNet on MNIST with DDP: torchrun starts a process per GPU, all run this.
 
     torchrun --standalone --nproc-per-node=2 04_ddp_torchrun/train.py --epochs 5 --amp
 
-On two machines, where 10.0.0.1 is an address of the first; on the second with --node-rank=1:
+On two machines, where 10.0.0.1 is an address of the first; on the second with
+--node-rank=1:
 
     torchrun --nnodes=2 --node-rank=0 --nproc-per-node=2 --master-addr=10.0.0.1 \
         04_ddp_torchrun/train.py
@@ -20,11 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # if common/ is not next to this
+HERE = Path(__file__).resolve().parent
+if not (HERE / "common").exists():  # in this repository it is one folder above
+    sys.path.append(str(HERE.parent))  # last: it may have a profile.py
 from common.data import load_mnist
 from common.gather import gather_in_order
 from common.model import ConvNet
@@ -33,80 +35,96 @@ MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
+    )
     add = parser.add_argument
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     add("--epochs", type=int, default=1, help="passes over the training set")
     add("--batch-size", type=int, default=64, help="images per process")
-    add("--lr", type=float, default=0.6, help="peak learning rate for 256 images per step")
-    add("--seed", type=int, default=0, help="random seed for initialisation and shuffling")
-    add("--data-dir", type=Path, default="data", help="MNIST directory; downloaded if missing")
+    add("--lr", type=float, default=0.6, help="peak rate for 256 images per step")
+    add("--seed", type=int, default=0, help="for initialisation and shuffling")
+    add("--data-dir", type=Path, default="data", help="MNIST; downloaded if missing")
     add("--output", type=Path, default="mnist.pt", help="path of the trained weights")
-    add("--device", choices=("cpu", "cuda"),
-        default="cuda" if torch.cuda.is_available() else "cpu", help="where to train")
+    add("--device", choices=devices, default=devices[0], help="where to train")
     add("--amp", action="store_true", help="mixed precision: autocast to bfloat16")
-    add("--compile", action="store_true", help="compile the model: slower start, faster steps")
-    add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # DDP-2: small batches
+    add("--compile", action="store_true", help="slower start, faster steps")
+    # DDP-2: for small batches
+    add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")
     args = parser.parse_args()
     if "RANK" not in os.environ:  # DDP-1: torchrun sets it
         parser.error("start it with torchrun, as the first lines of this file show")
+    if args.sync_bn and args.device == "cpu":  # DDP-2: torch has none for it
+        parser.error("--sync-bn needs GPUs")
     if min(args.epochs, args.batch_size) < 1 or args.output.is_dir():
-        parser.error("--epochs and --batch-size must be at least 1, and --output a file")
+        parser.error("--epochs and --batch-size must be at least 1, --output a file")
     if os.environ["RANK"] == "0":  # DDP-4: only rank 0 saves
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=args.output.parent).close()  # fails now if it is read-only
+        tempfile.TemporaryFile(dir=args.output.parent).close()  # fails if read-only
     return args
 
 
 def train(args):
     # 1. Setup
-    local_rank = int(os.environ["LOCAL_RANK"])  # DDP-1: torchrun sets it
-    device = torch.device(f"cuda:{local_rank}" if args.device == "cuda" else "cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # before init_process_group
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+    local_rank = int(os.environ["LOCAL_RANK"])  # DDP-1: its index on this machine
+    if args.device == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
 
     # 2. Data
-    train_set, test_set = load_mnist(args.data_dir, local_rank == 0)  # DDP-3: one downloads it
-    options = {"pin_memory": device.type == "cuda"}
-    train_sampler = DistributedSampler(train_set, seed=args.seed)  # DDP-3: one shard per rank
+    # DDP-3: one process per machine downloads, and each rank has its own shard
+    train_set, test_set = load_mnist(args.data_dir, local_rank == 0)
+    train_sampler = DistributedSampler(train_set, seed=args.seed)
     test_sampler = DistributedSampler(test_set, shuffle=False)
-    train_loader = DataLoader(train_set, args.batch_size, sampler=train_sampler, **options)
+    options = {"pin_memory": device.type == "cuda"}
+    train_loader = DataLoader(
+        train_set, args.batch_size, sampler=train_sampler, **options
+    )
     test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
     # 3. Model
+    # channels_last: a third faster on the CPU; on a GPU DDP would warn (one channel)
     layout = torch.channels_last if device.type == "cpu" else torch.contiguous_format
-    net = ConvNet().to(device, memory_format=layout)  # CPU: a third faster; GPU: DDP would warn
+    model = ConvNet().to(device, memory_format=layout)
     if args.sync_bn:  # DDP-2: convert BatchNorm, then wrap the model
-        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    model = DDP(net, gradient_as_bucket_view=True)  # backward averages the gradients
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    ddp_model = DDP(model, gradient_as_bucket_view=True)
     if args.compile:
-        model = torch.compile(model)
-    torch.manual_seed(args.seed + rank)  # DDP-3: other random numbers on each rank
+        ddp_model = torch.compile(ddp_model)
+    torch.manual_seed(args.seed + rank)  # DDP-3: each rank draws other dropout masks
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     global_batch = args.batch_size * world_size  # DDP-3: images per step
-    lr = args.lr * (global_batch / 256) ** 0.5  # keeps the noise of a step: arXiv:1705.08741
+    # the root keeps the noise of a step: arXiv:1705.08741
+    lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
     total_steps = args.epochs * len(train_loader)
-    scheduler = LambdaLR(optimizer, lambda step: warmup_then_decay(step, total_steps))
+    # the rate follows the part of the run that is done in the middle of a step
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: warmup_then_decay((step + 0.5) / total_steps)
+    )
 
     # 5. Train and evaluate
     for epoch in range(1, args.epochs + 1):
-        train_sampler.set_epoch(epoch)  # DDP-3: reshuffle
-        net.train()
+        train_sampler.set_epoch(epoch)  # DDP-3: a new order
+        model.train()
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()
-        total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, count of images
-        # DDP-4: one bar, of rank 0; None: on a terminal only
-        for batch in tqdm(train_loader, title, leave=False, disable=rank > 0 or None):
+        total = torch.zeros(2, dtype=torch.float64, device=device)  # loss sum, images
+        # DDP-4: only rank 0 has a bar; None: on a terminal only
+        no_bar = True if rank > 0 else None
+        for batch in tqdm(train_loader, title, leave=False, disable=no_bar):
             images, labels = [part.to(device, non_blocking=True) for part in batch]
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
-                loss = criterion(model(images), labels)
-            loss.backward()
+                loss = criterion(ddp_model(images), labels)
+            loss.backward()  # DDP-2: averages the gradients of all ranks
             total[0] += loss.detach() * len(labels)
             total[1] += len(labels)
             nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
@@ -115,35 +133,40 @@ def train(args):
             optimizer.zero_grad()
         dist.all_reduce(total)  # DDP-5: sum over all ranks
         loss = (total[0] / total[1]).item()  # waits for the GPU
-        assert math.isfinite(loss), f"{title}: the loss is {loss}"  # before it is saved
+        if not math.isfinite(loss):
+            raise ValueError(f"{title}: the loss is {loss}")  # before it is saved
         seconds = time.perf_counter() - start
-        accuracy = evaluate(net, test_loader, device)
+        accuracy = evaluate(model, test_loader, device)
         if rank == 0:  # DDP-4: log on rank 0 only
-            print(f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  "
-                  f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s", flush=True)
+            print(
+                f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  "
+                f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s",
+                flush=True,
+            )
 
     # 6. Save
     if rank == 0:  # DDP-4: save on rank 0 only
-        torch.save(net.state_dict(), args.output)
+        torch.save(model.state_dict(), args.output)
 
 
 @torch.no_grad()
-def evaluate(net, test_loader, device):
-    """Return the fraction of the test set that the network classifies correctly."""
-    for buffer in net.buffers():  # DDP-5: copy rank 0's BatchNorm statistics to all ranks
+def evaluate(model, test_loader, device):
+    """Return the fraction of the test set that the model classifies correctly."""
+    for buffer in model.buffers():  # DDP-5: all take BatchNorm's of rank 0
         dist.broadcast(buffer, src=0)
-    net.eval()
+    model.eval()
     correct = []
     for batch in test_loader:
         images, labels = [part.to(device, non_blocking=True) for part in batch]
-        correct.append(net(images).argmax(1) == labels)
-    correct = gather_in_order(torch.cat(correct), len(test_loader.dataset))  # DDP-5: of all ranks
+        correct.append(model(images).argmax(1) == labels)
+    # DDP-5: join the results of all ranks
+    correct = gather_in_order(torch.cat(correct), len(test_loader.dataset))
     return correct.sum().item() / len(correct)
 
 
-def warmup_then_decay(step, total_steps):
-    """The factor of the peak learning rate: rises over 40 % of the steps, then falls to 0."""
-    return min((step + 1) / (0.4 * total_steps + 1), (total_steps - step) / (0.6 * total_steps))
+def warmup_then_decay(fraction):
+    """The factor of the peak rate: it rises for 40 % of the run, then falls to 0."""
+    return max(0, min(fraction / 0.4, (1 - fraction) / 0.6))
 
 
 def main():

@@ -1,4 +1,4 @@
-"""MNIST for every script: a local copy, a download, or else the digits bundled in this folder."""
+"""MNIST for every script: a local copy, a download, or else the bundled digits."""
 
 import os
 import socket
@@ -10,17 +10,24 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-DIGITS = Path(__file__).resolve().with_name("digits.bin")  # 1,797 × (64 pixels, label)
-BYTES = {"train-images-idx3-ubyte": 47_040_016, "train-labels-idx1-ubyte": 60_008,
-         "t10k-images-idx3-ubyte": 7_840_016, "t10k-labels-idx1-ubyte": 10_008}
+# 1,797 digits, each of 64 pixels and a label
+DIGITS = Path(__file__).resolve().with_name("digits.bin")
+BYTES = {  # of each file
+    "train-images-idx3-ubyte": 47_040_016,
+    "train-labels-idx1-ubyte": 60_008,
+    "t10k-images-idx3-ubyte": 7_840_016,
+    "t10k-labels-idx1-ubyte": 10_008,
+}
 
 
 def load_mnist(root, download=True):
-    """Return the training and the test set: images (float32 [1, 28, 28], 0 to 1) and labels.
+    """Return the training and the test set.
 
-    All ranks of a process group must call it, with download=True on one process per node, which
-    downloads what is missing in root/MNIST/raw while the others wait. If that fails on any node,
-    rank 0 logs why and all ranks get the bundled digits.
+    Each has images (float32 [1, 28, 28], from 0 to 1) and labels (int64). All ranks of
+    a process group must call it, with download=True on one process per node, which
+    downloads what is missing in root/MNIST/raw while the others wait. If that fails on
+    any node, rank 0 logs why and all ranks get the bundled digits, as they do if root
+    is this folder.
     """
     problem = None
     if download and root.resolve() != DIGITS.parent:
@@ -33,28 +40,35 @@ def load_mnist(root, download=True):
         print(f"{problem}: training on the 1,797 bundled digits", flush=True)
     if problem or root.resolve() == DIGITS.parent:
         return load_digits()
-    files = [(root / "MNIST" / "raw" / name).read_bytes() for name in BYTES]  # each has a header
+    files = [(root / "MNIST" / "raw" / name).read_bytes() for name in BYTES]
     parts = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
-    return [TensorDataset(images[16:].view(-1, 1, 28, 28) * (1 / 255), labels[8:].long())
-            for images, labels in (parts[:2], parts[2:])]
+    return [
+        # without the header of each file
+        TensorDataset(images[16:].view(-1, 1, 28, 28) * (1 / 255), labels[8:].long())
+        for images, labels in (parts[:2], parts[2:])
+    ]
 
 
 def download_mnist(root):
-    """Download what is missing. Return None, or why MNIST cannot be used on this machine."""
+    """Download what is missing. Return None, or why this machine has no MNIST."""
     raw = root / "MNIST" / "raw"
 
     def is_complete():
-        paths = {raw / name: size for name, size in BYTES.items()}
-        return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
+        for name, size in BYTES.items():
+            path = raw / name
+            if not path.is_file() or path.stat().st_size != size:
+                return False
+        return True
 
     if is_complete():
         return None
-    socket.setdefaulttimeout(10)  # seconds, for a network that drops what it does not let through
+    socket.setdefaulttimeout(10)  # seconds, for a network that drops packets
     try:
-        from torchvision.datasets import MNIST  # only here: the import takes a second or two
+        from torchvision.datasets import MNIST  # here, as the import takes a second
 
         raw.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root) as folder:  # files appear when they are complete
+        # files appear when they are complete
+        with tempfile.TemporaryDirectory(dir=root) as folder:
             MNIST(folder, download=True)
             for name in BYTES:
                 os.replace(Path(folder, "MNIST", "raw", name), raw / name)
@@ -67,11 +81,17 @@ def download_mnist(root):
 
 
 def load_digits():
-    """The bundled digits, 28 × 28 pixels: 1,438 at nine positions for training, 359 for testing."""
-    rows = torch.from_file(str(DIGITS), size=1797 * 65, dtype=torch.uint8).view(1797, 65)
+    """Return the bundled digits, enlarged to 28 x 28 pixels.
+
+    1,438 are for training, each at nine positions, and 359 for testing.
+    """
+    rows = torch.from_file(str(DIGITS), size=1797 * 65, dtype=torch.uint8)
+    rows = rows.view(1797, 65)
     images = rows[:, :64].view(-1, 1, 8, 8) / 16
     images = F.pad(F.interpolate(images, size=24, mode="bilinear"), (4, 4, 4, 4))
     labels = rows[:, 64].long()
-    shifted = [images[:1438, :, y : y + 28, x : x + 28] for y in (0, 2, 4) for x in (0, 2, 4)]
+    shifted = [
+        images[:1438, :, y : y + 28, x : x + 28] for y in (0, 2, 4) for x in (0, 2, 4)
+    ]
     train_set = TensorDataset(torch.cat(shifted), labels[:1438].repeat(9))
     return train_set, TensorDataset(images[1438:, :, 2:30, 2:30], labels[1438:])
