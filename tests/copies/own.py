@@ -1,4 +1,4 @@
-"""Learn which of three spirals a point lies on: a training script for one GPU or the CPU."""
+"""Learn which of three spirals a point lies on, on one GPU or the CPU."""
 
 import math
 
@@ -7,11 +7,13 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-EPOCHS, SEED, NOISE = 30, 0, 0.01
+EPOCHS = 30
+SEED = 0
+NOISE = 0.01
 
 
 def spirals(count):
-    """Points on three noisy spirals, [count, 2], and the number of each point's spiral, [count]."""
+    """Points on three noisy spirals [count, 2], and the spiral of each [count]."""
     spiral = torch.arange(count) % 3
     radius = torch.rand(count)
     angle = 6 * radius + spiral * 2 * math.pi / 3 + 0.1 * torch.randn(count)
@@ -24,8 +26,9 @@ def main():
     train_set, test_set = random_split(TensorDataset(*spirals(1500)), [1200, 300])
     train_loader = DataLoader(train_set, batch_size=64, shuffle=True)
     test_loader = DataLoader(test_set, batch_size=100)
-    model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(),
-                          nn.Linear(64, 3)).to(device)
+    model = nn.Sequential(
+        nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3)
+    ).to(device)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = ReduceLROnPlateau(optimizer, factor=0.3, patience=2)
