@@ -8,10 +8,13 @@ import pytest
 import torch
 from helpers import ROOT
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks torch; all commands inherit it
+# before anything asks torch; all commands inherit it
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(ROOT))  # for common/
-multiprocessing.forkserver.ensure_running()  # for helpers.RANKS: imports torch while pytest does
-torch.set_num_threads(1)  # two threads wait for each other where other processes use the cores
+# for helpers.RANKS: it imports torch while pytest does
+multiprocessing.forkserver.ensure_running()
+# two threads wait for each other where other processes use the cores
+torch.set_num_threads(1)
 
 
 @pytest.fixture

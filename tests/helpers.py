@@ -18,6 +18,7 @@ import time
 import uuid
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
@@ -27,20 +28,35 @@ FOLDERS = sorted(path.parent.name for path in ROOT.glob("0*/train.py"))
 TORCHRUN = ["torchrun", "--standalone", "--local-addr=127.0.0.1"]
 IGNORED = shutil.ignore_patterns(".git", ".venv", "*cache*", "data", "site", "*.pt")
 # conftest.py hides them, and workers of pytest-xdist inherit what it has set
-VISIBLE_GPUS = os.environ.setdefault("VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
-EPOCH = re.compile(r"epoch (?P<epoch>\d+)/(?P<epochs>\d+)  loss (?P<loss>\d+\.\d{4}|-)  accuracy "
-                   r"(?P<accuracy>[01]\.\d{4})  (?P<seconds>\d+\.\d) s  (?P<speed>\d+) images/s"
-                   r"(?P<memory>  \d+\.\d\d GB)?(?P<since>  since \d+%)?")
-GLOO = re.compile(r"^(?:\[Gloo\] Rank |is connected to |peer ranks\. |\d| |Expected number of "
-                  r"connected peer ranks is : )*\n", re.M)  # torch 2.8 prints it, in pieces
-# What launchers and launch files read: a test sets them itself or leaves them out
-SETTINGS = re.compile("""(?x)SLURM_.*|TORCH_.*|N(PROC|NODES|ODE_RANK)|MASTER_.*|OMP_NUM_THREADS|
-    (LOCAL_)?(RANK|WORLD_SIZE)|.*_SOCKET_IFNAME|RDZV_.*|SCRIPT|OPTIONS|USER_ID|GROUP_ID|
-    PYTHONUNBUFFERED""")  # with it two processes print a line in pieces
+VISIBLE_GPUS = os.environ.setdefault(
+    "VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+)
+EPOCH = re.compile(
+    r"epoch (?P<epoch>\d+)/(?P<epochs>\d+)  loss (?P<loss>\d+\.\d{4})  accuracy "
+    r"(?P<accuracy>[01]\.\d{4})  (?P<seconds>\d+\.\d) s  (?P<speed>\d+) images/s"
+    r"(?P<memory>  \d+\.\d\d GB)?"
+)
+# torch 2.8 prints this, in pieces
+GLOO = re.compile(
+    r"^(?:\[Gloo\] Rank |is connected to |peer ranks\. |\d| |Expected number of "
+    r"connected peer ranks is : )*\n",
+    re.M,
+)
+# What launchers and launch files read: a test sets them itself or leaves them out. With
+# PYTHONUNBUFFERED two processes print a line in pieces
+SETTINGS = re.compile(
+    r"SLURM_.*|TORCH_.*|N(PROC|NODES|ODE_RANK)|MASTER_.*|OMP_NUM_THREADS|"
+    r"(LOCAL_)?(RANK|WORLD_SIZE)|.*_SOCKET_IFNAME|RDZV_.*|SCRIPT|OPTIONS|USER_ID|"
+    r"GROUP_ID|PYTHONUNBUFFERED"
+)
 
 
 def clean_environment():
-    return {name: value for name, value in os.environ.items() if not SETTINGS.fullmatch(name)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not SETTINGS.fullmatch(name)
+    }
 
 
 class Result:
@@ -60,24 +76,35 @@ class Result:
 
 
 class Running:
-    """A command that has been started, with all processes that it starts, in a folder."""
+    """A command that runs in a folder, with all processes that it starts."""
 
     def __init__(self, command, cwd, **environment):
         Path(cwd).mkdir(exist_ok=True)
-        self.command, self.token, self.start = command, uuid.uuid4().hex, time.monotonic()
+        self.command = command
+        self.token = uuid.uuid4().hex
+        self.start = time.monotonic()
         self.files = [tempfile.TemporaryFile() for _ in range(2)]
         atexit.register(self.kill_all)  # if the test fails
-        environment = {name: str(value) for name, value in environment.items()}
+        settings = {name: str(value) for name, value in environment.items()}
         self.process = subprocess.Popen(
-            [str(part) for part in command], cwd=cwd, stdin=subprocess.DEVNULL,
-            env=clean_environment() | environment | {"TEST_RUN": self.token},
-            stdout=self.files[0], stderr=self.files[1], start_new_session=True)
+            [str(part) for part in command],
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            env=clean_environment() | settings | {"TEST_RUN": self.token},
+            stdout=self.files[0],
+            stderr=self.files[1],
+            start_new_session=True,
+        )
 
     def printed(self):
         """What it has printed so far: standard output and standard error."""
-        # A seek() and read() would move the position at which the running processes write
-        sizes = [(file.fileno(), os.fstat(file.fileno()).st_size) for file in self.files]
-        return [os.pread(file, size, 0).decode(errors="replace") for file, size in sizes]
+        # seek() and read() would move the position at which the processes write
+        printed = []
+        for file in self.files:
+            number = file.fileno()
+            content = os.pread(number, os.fstat(number).st_size, 0)
+            printed.append(content.decode(errors="replace"))
+        return printed
 
     def kill_all(self):
         """End it and everything that it has started."""
@@ -88,7 +115,7 @@ class Running:
         atexit.unregister(self.kill_all)
 
     def finish(self, limit=300):
-        """Return the result. It must end before the limit, and leave no process running."""
+        """Return the result. It must end before the limit, and leave no process."""
         end = self.start + limit
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0, end - time.monotonic()))
@@ -118,7 +145,16 @@ def wait_until(condition, *running, limit=300):
 
 def wait_for(text, *running, times=1):
     """Wait until these commands have printed a text so many times."""
-    wait_until(lambda: sum(each.printed()[0].count(text) for each in running) >= times, *running)
+    wait_until(
+        lambda: sum(each.printed()[0].count(text) for each in running) >= times,
+        *running,
+    )
+
+
+def each_row(text):
+    """Call a test with the cells of each row of a text, between which there is a |."""
+    rows = [re.split(r" *\| *", line) for line in text.strip().splitlines()]
+    return pytest.mark.parametrize("row", rows, ids=lambda row: row[0])
 
 
 def free_port():
@@ -131,18 +167,23 @@ def free_port():
 
 
 def processes(token, word=b""):
-    """The ids of all processes of the Running with this token that have this in their command."""
+    """The ids of a Running's processes, by its token, with a word in the command."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            command, environment = [(entry / name).read_bytes() for name in ("cmdline", "environ")]
+            command, environment = [
+                (entry / name).read_bytes() for name in ("cmdline", "environ")
+            ]
             if token.encode() in environment and word in command:
                 found.append(int(entry.name))
     return found
 
 
 def tools(folder, bare=False, **scripts):
-    """A PATH on which these shell scripts come before the real tools; bare: instead of them."""
+    """A PATH on which these shell scripts come before the real tools.
+
+    bare: instead of them, so that there are no others but bash and dirname.
+    """
     folder.mkdir(parents=True)
     for name, text in scripts.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -153,7 +194,7 @@ def tools(folder, bare=False, **scripts):
 
 
 def threads_of_gloo():
-    """How many of them this process has: some, as long as anything refers to a process group."""
+    """How many this process has: some, while anything refers to a process group."""
     count = 0
     for path in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):  # it has just ended
@@ -161,11 +202,13 @@ def threads_of_gloo():
     return count
 
 
-# Ranks, forked from a process that has imported torch: torchrun takes seconds to start them
+# Ranks, forked from a process that has imported torch: torchrun would take seconds
 
 RANKS = multiprocessing.get_context("forkserver")
 MODULES = "fsdp pipelining tensor.parallel checkpoint.state_dict".split()
-RANKS.set_forkserver_preload(["tqdm", *(f"torch.distributed.{name}" for name in MODULES)])
+RANKS.set_forkserver_preload(
+    ["tqdm", *(f"torch.distributed.{name}" for name in MODULES)]
+)
 
 
 def start(function, arguments):
@@ -177,14 +220,18 @@ def start(function, arguments):
 
 
 def exit_codes(ranks, limit=120):
-    """The exit codes of ranks. SIGKILL ends them at the limit, or when one has ended badly.
+    """The exit codes of ranks. SIGKILL ends them at the limit, or after one's bad end.
 
-    When one was killed, the others have a second; when one has failed, 30 to fail as well.
+    When one was killed, the others have a second; when one has failed, 30 to fail too.
     """
     end = time.monotonic() + limit
-    while None in (codes := [process.exitcode for process in ranks]) and time.monotonic() < end:
+    while time.monotonic() < end:
+        codes = [process.exitcode for process in ranks]
+        if None not in codes:
+            break
         if any(codes):
-            end = min(end, time.monotonic() + (1 if -signal.SIGKILL in codes else 30))
+            left = 1 if -signal.SIGKILL in codes else 30
+            end = min(end, time.monotonic() + left)
         time.sleep(0.01)
     for process in ranks:
         process.kill()
@@ -193,46 +240,63 @@ def exit_codes(ranks, limit=120):
 
 
 def start_ranks(script, nproc, options, cwd, files, **environment):
-    """Start a script in ranks as torchrun does; they append to two files, output and errors.
+    """Start a script in ranks as torchrun does.
 
-    With SHARED_GPU in the environment they share one: NCCL takes each for another machine.
+    They append to two files, output and errors. With SHARED_GPU in the environment they
+    share one, which NCCL accepts, as it takes each rank for another machine.
     """
     Path(cwd).mkdir(exist_ok=True)
     launch = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
     launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    of_now = ("CUDA_VISIBLE_DEVICES", "TRAIN_IMAGES")  # the forkserver's are older
-    launch |= {name: os.environ.get(name, "") for name in of_now} | environment
-    given = [{"RANK": rank, "LOCAL_RANK": rank, **launch} for rank in range(nproc)]
-    for each in given if "SHARED_GPU" in os.environ else ():
-        each |= {"LOCAL_RANK": 0, "NCCL_HOSTID": each["RANK"], "NCCL_SOCKET_IFNAME": "lo"}
-    return start(run_rank, [(Path(cwd, script), options, cwd, each, files) for each in given])
+    for name in ("CUDA_VISIBLE_DEVICES", "TRAIN_IMAGES"):  # the forkserver's are older
+        launch[name] = os.environ.get(name, "")
+    launch |= environment
+    arguments = []
+    for rank in range(nproc):
+        settings = {"RANK": rank, "LOCAL_RANK": rank, **launch}
+        if "SHARED_GPU" in os.environ:
+            settings |= {"LOCAL_RANK": 0, "NCCL_HOSTID": rank}
+            settings |= {"NCCL_SOCKET_IFNAME": "lo"}
+        arguments.append((Path(cwd, script), options, cwd, settings, files))
+    return start(run_rank, arguments)
 
 
 def run_rank(script, options, cwd, settings, files):
+    """What each process of start_ranks() does."""
     os.chdir(cwd)
     os.environ.update({name: str(value) for name, value in settings.items()})
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    sys.stdout = open(1, "w", closefd=False)  # a line in one piece, also from two ranks
+    # as with python -u, but a line is in one piece, also from two ranks
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # DataLoader workers, as usual
     sys.argv = [str(script), *map(str, options)]
-    sys.path[:] = [str(Path(script).parent), *(path for path in sys.path if path != str(ROOT))]
-    if "CHANGE" in settings:
+    others = [path for path in sys.path if path != str(ROOT)]
+    sys.path[:] = [str(Path(script).parent), *others]
+    if "CHANGE" in settings or "CHANGES" in settings:
+        script = importlib.import_module(script.stem)
         names = {"os": os, "sys": sys, "torch": torch, "rank": settings["RANK"]}
-        exec(settings["CHANGE"], names | {"script": importlib.import_module(script.stem)})
-        return sys.modules[script.stem].main()
+        for name in settings.get("CHANGES", "").split():
+            path = next(ROOT.glob(f"tests/**/changes/{name}.py"))
+            module(path).change(script, settings["RANK"])
+        exec(settings.get("CHANGE", ""), names | {"script": script})
+        return script.main()
     runpy.run_path(str(script), run_name="__main__")
 
 
 def run_ranks(script, nproc, *options, cwd, code=0, **environment):
     """Run a script in ranks; their largest exit code must be this one.
 
-    CHANGE in the environment is what is done to `script` and `rank` before script.main().
+    CHANGES names files of changes/, whose change(script, rank) is called before
+    script.main(). After them comes CHANGE, a program of at most three lines, which uses
+    `script` and `rank`.
     """
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, "output"), Path(folder, "errors")]
-        codes = exit_codes(start_ranks(script, nproc, options, cwd, files, **environment))
+        codes = exit_codes(
+            start_ranks(script, nproc, options, cwd, files, **environment)
+        )
         printed = [file.read_text() for file in files]
     command = [*TORCHRUN, f"--nproc-per-node={nproc}", script, *options]
     result = Result(command, max(map(abs, codes)), *printed)
@@ -240,48 +304,19 @@ def run_ranks(script, nproc, *options, cwd, code=0, **environment):
     return result
 
 
-# 02 and 03 fork, as an import takes seconds; main() has TEST_THREADS threads. 03 is node `rank`.
-# CLIP takes the place of MAX_GRAD_NORM, for gradients below and above it.
-STARTED = """
-import functools, helpers, signal
-def call(function, *given):  # main() or a spawned run(); checks what it leaves
-    if given:  # as a spawned process does when it imports torch
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    function(*given)
-    assert not torch.distributed.is_initialized(), "the process group is left to the exit"
-    if hasattr(script, "DDP") and "--compile" not in sys.argv:  # compiled code refers to the group
-        helpers.wait_until(lambda: not helpers.threads_of_gloo(), limit=5)  # or it may abort
-    if hasattr(script, "rest_of_epoch"):
-        assert torch.initial_seed() > 99, "steps without seeds of their own"
-    assert not given or signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-multiprocessing = torch.multiprocessing
-multiprocessing.spawn = functools.partial(multiprocessing.start_processes, start_method="fork")
-if "-n" in sys.argv:
-    sys.argv += ["-i", str(rank), "--master-port", os.environ["MASTER_PORT"]]
-def gather_in_order(*given, gather=getattr(script, "gather_in_order", None)):
-    assert not torch.is_grad_enabled(), "an evaluation with gradients"
-    return gather(*given)
-script.gather_in_order = gather_in_order
-script.MAX_GRAD_NORM = float(os.environ.get("CLIP", script.MAX_GRAD_NORM))
-if hasattr(script, "run"):
-    os.environ.pop("OMP_NUM_THREADS", None)
-    torch.set_num_threads(int(os.environ.get("TEST_THREADS", 1)))
-    script.run = functools.partial(call, script.run)
-script.main = functools.partial(call, script.main)
-"""
-
-
 def copy_project(folder, *files, small=()):
     """Copy files, or the scripts and run.sh of folders, and common/ into one folder.
 
     small: "data" or "model", whose file in common/ is replaced by that of tests/small/.
     """
-    shutil.copytree(ROOT / "common", folder / "common", ignore=IGNORED, dirs_exist_ok=True)
+    common = folder / "common"
+    shutil.copytree(ROOT / "common", common, ignore=IGNORED, dirs_exist_ok=True)
     for file in files:
-        for path in (ROOT / file).glob("*.[ps]*") if (ROOT / file).is_dir() else [ROOT / file]:
-            shutil.copy(path, folder)
+        path = ROOT / file
+        for each in path.glob("*.[ps]*") if path.is_dir() else [path]:
+            shutil.copy(each, folder)
     for name in [small] if isinstance(small, str) else small:
-        shutil.copy(ROOT / f"tests/small/{name}.py", folder / "common")
+        shutil.copy(ROOT / f"tests/small/{name}.py", common)
     return folder
 
 
@@ -298,7 +333,7 @@ def fewer_digits(project, digits=140):
 
 
 def without_batch_norm(project):
-    """Let a copied ConvNet normalise each image by itself, so that a batch may be split."""
+    """Let a copied ConvNet normalise each image by itself: a batch may be split."""
     edit(project / "common/model.py", "nn.BatchNorm2d(", "nn.GroupNorm(4, ")
     return project
 
@@ -310,34 +345,25 @@ def copy_repository(folder, digits=140):
     return fewer_digits(folder, digits)
 
 
-SCORED = """
-scores = iter(enumerate(map(float, os.environ["SCORES"].split()), start=1))
-def evaluate(net, *given):  # the next of the scores, and saves the weights of each epoch
-    epoch, score = next(scores)
-    if hasattr(script, "save_whole"):
-        script.save_whole(net, script.Path(f"epoch-{epoch}.pt"))
-    elif rank == 0:
-        torch.save(net.state_dict(), f"epoch-{epoch}.pt")
-    return score
-script.evaluate = evaluate
-"""
-
-
 def load(path):
     return torch.load(path, "cpu", weights_only=True)
 
 
 def distance(one, other):
-    """The largest difference between weights, files or dictionaries, which have the same names."""
-    one, other = [each if isinstance(each, dict) else load(each) for each in (one, other)]
+    """The largest difference of two files or dictionaries of weights."""
+    one = one if isinstance(one, dict) else load(one)
+    other = other if isinstance(other, dict) else load(other)
     assert one.keys() == other.keys()
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 def equal(*files):
-    """Whether two files contain the same, bit by bit: tensors of the same type, shape and bytes."""
-    one, other = [tree_map_only(torch.Tensor, lambda part: (
-        part.dtype, part.shape, part.numpy().tobytes()), load(file)) for file in files]
+    """Whether two files contain the same, in tensors of equal type, shape and bytes."""
+
+    def content(tensor):
+        return tensor.dtype, tensor.shape, tensor.numpy().tobytes()
+
+    one, other = [tree_map_only(torch.Tensor, content, load(file)) for file in files]
     return one == other
 
 
@@ -347,7 +373,8 @@ def torchvision_datasets():
         return importlib.import_module("torchvision.datasets")
     except RuntimeError:  # its C++ extension did not load
         for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
+            arguments = "(Tensor a, Tensor b, float c) -> Tensor"
+            torch.library.define(f"torchvision::{name}", arguments)
         return importlib.import_module("torchvision.datasets")
 
 
@@ -365,26 +392,39 @@ SEED = 3
 
 
 def order_of(epoch, length, ranks, seed=SEED, mixed=True):
-    """The indices of an epoch, in the order in which the ranks get them, with padding."""
-    seed = hash((seed, epoch)) if mixed else seed + epoch  # of 06, of DistributedSampler
-    order = torch.randperm(length, generator=torch.Generator().manual_seed(seed)).tolist()
+    """The indices of an epoch, in the order in which the ranks get them, with padding.
+
+    mixed: by the seed that 06 computes, or else by that of a DistributedSampler.
+    """
+    seed = hash((seed, epoch)) if mixed else seed + epoch
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(length, generator=generator).tolist()
     return order + order[: -length % ranks]
 
 
-def gradients_alone(net, data_set, step, ranks, batch):
-    """Those of the mean loss of the images of a step, by micro-batches; returns all losses."""
+def gradients_alone(model, data_set, step, ranks, batch):
+    """Add the gradients of the mean loss of the images of a step, by micro-batches.
+
+    Returns the loss of each image.
+    """
     losses = []
-    for rank in range(ranks):  # BatchNorm's statistics are those of rank 0
-        buffers = {name: part.clone() for name, part in net.named_buffers()} if rank else {}
+    for rank in range(ranks):
+        buffers = {}
+        if rank > 0:  # copies, as BatchNorm's statistics are those of rank 0
+            buffers = {name: part.clone() for name, part in model.named_buffers()}
         for part in torch.tensor(step[rank::ranks]).split(batch):
             images, labels = [each[part] for each in data_set.tensors]
-            chances = torch.func.functional_call(net, buffers, images).log_softmax(1)
+            logits = torch.func.functional_call(model, buffers, images)
+            chances = logits.log_softmax(1)
             each = -0.9 * chances[range(len(part)), labels] - 0.1 * chances.mean(1)
             (each.sum() / len(step)).backward()
             losses += each.tolist()
     return losses
 
 
-def rate_factor(step, total_steps):
-    """What the scripts multiply the peak learning rate by, in a formula of the tests' own."""
-    return min((step + 1) / (0.4 * total_steps + 1), (1 - step / total_steps) / 0.6)
+def rate_factor(middle):
+    """What the scripts multiply the peak rate by, in a formula of the tests' own.
+
+    middle: the part of the run that is done in the middle of a step.
+    """
+    return middle / 0.4 if middle < 0.4 else (1 - middle) / 0.6

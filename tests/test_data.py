@@ -1,4 +1,4 @@
-"""common/data.py: MNIST is downloaded once per machine, or all ranks train on the digits."""
+"""common/data.py: each machine downloads MNIST once, or all ranks get the digits."""
 
 import functools
 import gzip
@@ -22,13 +22,14 @@ from common.data import load_mnist
 
 @pytest.fixture
 def files(tmp_path):
-    """A folder with MNIST's four files, plain and compressed: 100 training and 23 test images."""
+    """A folder with MNIST's files, plain and compressed: 100 and 23 images."""
     (tmp_path / "files").mkdir()
     numbers = torch.Generator().manual_seed(0)
     for part, count in (("train", 100), ("t10k", 23)):
-        pixels = torch.randint(0, 256, (count, 28, 28), generator=numbers, dtype=torch.uint8)
+        pixels = torch.randint(256, (count, 28, 28), generator=numbers).byte()
         images = struct.pack(">IIII", 2051, count, 28, 28) + pixels.numpy().tobytes()
-        labels = struct.pack(">II", 2049, count) + bytes(index % 10 for index in range(count))
+        digits = bytes(index % 10 for index in range(count))
+        labels = struct.pack(">II", 2049, count) + digits
         for kind, content in (("images-idx3", images), ("labels-idx1", labels)):
             path = tmp_path / f"files/{part}-{kind}-ubyte"
             path.write_bytes(content)
@@ -40,8 +41,10 @@ def take_for_mnist(patch, folder, url="http://127.0.0.1:9/"):
     """Let common.data and torchvision take these files for MNIST, from this host."""
     sizes = {name: len((folder / name).read_bytes()) for name in data.BYTES}
     patch.setattr(data, "BYTES", sizes)
-    files = [folder / f"{name}.gz" for name in sizes]
-    compressed = [(file.name, hashlib.md5(file.read_bytes()).hexdigest()) for file in files]
+    compressed = []
+    for name in sizes:
+        file = folder / f"{name}.gz"
+        compressed.append((file.name, hashlib.md5(file.read_bytes()).hexdigest()))
     patch.setattr(torchvision_datasets().MNIST, "resources", compressed)
     patch.setattr(torchvision_datasets().MNIST, "mirrors", [url])
 
@@ -56,7 +59,8 @@ def test_mnist_is_downloaded_and_loaded(files, tmp_path, monkeypatch):
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=files)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        take_for_mnist(monkeypatch, files, f"http://127.0.0.1:{server.server_address[1]}/")
+        url = f"http://127.0.0.1:{server.server_address[1]}/"
+        take_for_mnist(monkeypatch, files, url)
         load_mnist(root)
         server.shutdown()
     assert reader.read() == b"1234"  # it was replaced, not overwritten
@@ -89,14 +93,17 @@ def test_without_mnist_on_one_node_all_ranks_train_on_the_digits(files, tmp_path
     given = [(rank, files, roots, output) for rank in range(4)]
     assert exit_codes(start(load_on_two_nodes, given)) == [0] * 4
     [line] = output.read_text().splitlines()
-    where = f"MNIST is not in {roots[1]} on {socket.gethostname()}, and the download failed ("
-    assert line.startswith(where) and "RuntimeError(" in line
+    where = f"MNIST is not in {roots[1]} on {socket.gethostname()}"
+    assert line.startswith(f"{where}, and the download failed (")
+    assert "RuntimeError(" in line
     assert line.endswith("): training on the 1,797 bundled digits")
 
 
 def test_the_digits_need_no_network_and_none_is_in_both_sets(capsys):
     sets = load_mnist(ROOT / "common")
-    train, test = ({image.numpy().tobytes() for image in part.tensors[0]} for part in sets)
+    train, test = [
+        {image.numpy().tobytes() for image in part.tensors[0]} for part in sets
+    ]
     assert len(train) > 10_000 and len(test) == 359 and not test & train
     assert all(part.tensors[0].aminmax() == (0, 1) for part in sets)
     assert capsys.readouterr().out == ""

@@ -1,4 +1,4 @@
-"""What the slow tests share: all of them have the mark slow, and some need two hosts."""
+"""What the slow tests share: all have the mark slow, and some need two hosts."""
 
 import pytest
 from hosts import Hosts

@@ -1,6 +1,7 @@
 """08 on a real engine: one container, and two by compose, ended and resumed.
 
-Without a registry: the base image is of Debian's packages, and pip gets wheels from this machine.
+Without a registry: the base image is of Debian's packages, and pip gets wheels from
+this machine.
 """
 
 import os
@@ -15,7 +16,9 @@ import pytest
 from helpers import IGNORED, ROOT, Running, equal, fewer_digits, wait_until
 from hosts import Daemons
 
-OPTIONS = "--data-dir /app/common --epochs 16 --batch-size 16 --save-every 5".split()  # 640 steps
+OPTIONS = (
+    "--data-dir /app/common --epochs 16 --batch-size 16 --save-every 5".split()
+)  # 640 steps
 USER = 1234  # who runs run.sh
 ADDRESS, PORT = "172.30.0.1", 28080  # where containers and builds reach the wheels
 DOCKERFILE = (ROOT / "08_docker/Dockerfile").read_text()
@@ -39,15 +42,22 @@ def place():
 
 @pytest.fixture(scope="module")
 def engine(hosts, place):
-    """A real dockerd on host h0; this machine's own Docker is neither read nor changed."""
+    """A real dockerd on host h0; this machine's own is neither read nor changed."""
     (folder := place / "engine").mkdir()
     socket = f"unix://{folder}/socket"
-    files = [f"--data-root={folder}/data", f"--exec-root={folder}/exec", f"--pidfile={folder}/pid"]
-    network = [f"--bip={ADDRESS}/24", "--dns=127.0.0.1"]  # no name server: fails at once
+    files = [
+        f"--data-root={folder}/data",
+        f"--exec-root={folder}/exec",
+        f"--pidfile={folder}/pid",
+    ]
+    # no name server: it fails at once
+    network = [f"--bip={ADDRESS}/24", "--dns=127.0.0.1"]
     (folder / "config").mkdir()
     (folder / "config").chmod(0o777)  # for root and for USER
     tools = ("dockerd", "docker", "docker-compose", "mmdebstrap")
-    engine = Daemons(hosts, folder, tools, DOCKER_HOST=socket, DOCKER_CONFIG=f"{folder}/config")
+    engine = Daemons(
+        hosts, folder, tools, DOCKER_HOST=socket, DOCKER_CONFIG=f"{folder}/config"
+    )
     engine.start("h0", "dockerd", *files, *network, f"--host={socket}")
     engine.wait_until_up("docker info")
     (folder / "socket").chmod(0o666)
@@ -69,10 +79,12 @@ def project(engine, place):
     settings += f"trusted-host = {ADDRESS}\\n"
     make = ["bash", "-euo", "pipefail", "-c", MAKE_BASE, "_", base, settings]
     subprocess.run(make, cwd=engine.folder, env=engine.environment, check=True)
-    python = (engine.folder / "base/usr/bin/python3").resolve().name.removeprefix("python")
-    download = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:"]
-    download += ["--dest=wheels", f"--python-version={python}", "--requirement"]
-    subprocess.run([*download, ROOT / "requirements.txt"], cwd=engine.folder, check=True)
+    python = (engine.folder / "base/usr/bin/python3").resolve().name
+    version = python.removeprefix("python")
+    download = [sys.executable, *"-m pip download --quiet --only-binary=:all:".split()]
+    download += ["--dest=wheels", f"--python-version={version}"]
+    download += ["--requirement", ROOT / "requirements.txt"]
+    subprocess.run(download, cwd=engine.folder, check=True)
     server = ["http.server", PORT, "--bind", ADDRESS, "--directory", "wheels"]
     engine.start("h0", sys.executable, "-m", *server)
     build = re.match("# .*: (docker build .*)\n", DOCKERFILE)[1].split()
@@ -81,12 +93,14 @@ def project(engine, place):
 
 
 def start(engine, volume, *command, **settings):
-    """Start a command on h0 in a folder, as a user who is not root, whose folder it is."""
+    """Start a command on h0 in a folder, as its owner, who is not root."""
     volume.mkdir(exist_ok=True)
     os.chown(volume, USER, USER)
     user = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups"]
     command = engine.hosts.on("h0", volume, *user, *command)
-    return Running(command, volume, **(engine.environment | settings | {"OMP_NUM_THREADS": "1"}))
+    return Running(
+        command, volume, **(engine.environment | settings | {"OMP_NUM_THREADS": "1"})
+    )
 
 
 def run_sh(engine, project, volume):
@@ -94,9 +108,10 @@ def run_sh(engine, project, volume):
 
 
 def compose(engine, project, volume):
-    up = ["docker-compose", "--file", project / "08_docker/compose.yaml", "up", "--build"]
-    return start(engine, volume, *up, USER_ID=USER, GROUP_ID=USER, PWD=str(volume),
-                 OPTIONS=" ".join(OPTIONS))
+    file = project / "08_docker/compose.yaml"
+    up = ["docker-compose", "--file", file, "up", "--build"]
+    settings = {"USER_ID": USER, "GROUP_ID": USER, "PWD": str(volume)}
+    return start(engine, volume, *up, OPTIONS=" ".join(OPTIONS), **settings)
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +123,10 @@ def undisturbed(engine, project, place):
 
 
 @pytest.mark.parametrize("way", [run_sh, compose])
-def test_docker_stop_and_the_same_command_resumes(way, engine, project, undisturbed, place):
-    """As the user whose folder it is. Only steps after the last logged checkpoint are repeated."""
+def test_docker_stop_and_the_same_command_resumes(
+    way, engine, project, undisturbed, place
+):
+    """As the owner of the folder. Only steps after the last checkpoint are repeated."""
     volume = place / way.__name__
     first = way(engine, project, volume)
     wait_until((volume / "checkpoint.pt").exists, first)
@@ -121,7 +138,9 @@ def test_docker_stop_and_the_same_command_resumes(way, engine, project, undistur
     first = first.finish()
     assert first.code == 1 or way is compose, first  # 1: torchrun's
     rest = way(engine, project, volume).finish()
-    [(epoch, done)] = re.findall(r"resuming from .*epoch': (\d+), 'done': (\d+)", rest.output)
+    [(epoch, done)] = re.findall(
+        r"resuming from .*epoch': (\d+), 'done': (\d+)", rest.output
+    )
     [*_, (logged, percent)] = re.findall(r"epoch (\d+)/16  (\d+)%", first.output)
     assert (int(epoch), int(done) / 12.6) >= (int(logged), int(percent) - 1), rest
     assert rest.code == 0, rest

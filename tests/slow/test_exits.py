@@ -10,11 +10,18 @@ from helpers import FOLDERS, Running, copy_project, free_port, wait_for
 @pytest.mark.parametrize("ctrl_c", [False, True])
 def test_a_signal_ends_a_job(ctrl_c, tmp_path):
     """SIGTERM to run.sh in the background, to 02 and 03 SIGKILL; or Ctrl-C."""
-    command = ["env", f"--{'default' if ctrl_c else 'ignore'}-signal=INT", "bash", "run.sh"]
+    way = "default" if ctrl_c else "ignore"
+    command = ["env", f"--{way}-signal=INT", "bash", "run.sh"]
     settings = {"SCRIPT": "pipeline.py", "NPROC": 2, "OMP_NUM_THREADS": 1}  # of 05
-    jobs = {folder: Running([*command, "--epochs", 10**6], MASTER_PORT=free_port(), **settings,
-                            cwd=copy_project(tmp_path / folder, folder, small="data"))
-            for folder in FOLDERS[1:6]}
+    jobs = {
+        folder: Running(
+            [*command, "--epochs", 10**6],
+            MASTER_PORT=free_port(),
+            **settings,
+            cwd=copy_project(tmp_path / folder, folder, small="data"),
+        )
+        for folder in FOLDERS[1:6]
+    }
     for folder, job in jobs.items():
         wait_for("epoch 1/", job)
         if not ctrl_c:  # shells ignore SIGINT for a job in the background

@@ -1,4 +1,4 @@
-"""07 on a real Slurm of two nodes: whatever ends a job early, it is requeued and resumes."""
+"""07 on a real Slurm of two nodes: what ends early is requeued and resumes."""
 
 import os
 import re
@@ -6,30 +6,26 @@ import shutil
 import time
 
 import pytest
-from helpers import (IGNORED, ROOT, copy_project, equal, order_of, processes, run_ranks,
-    wait_until)
+from helpers import (
+    IGNORED,
+    ROOT,
+    copy_project,
+    equal,
+    order_of,
+    processes,
+    run_ranks,
+    wait_until,
+)
 from hosts import ADDRESSES, Daemons
+from places import stopped_and_resumed
 
 TRAIN, FSDP = "07_slurm/train.py", "05_model_parallel/fsdp.py"
 OPTIONS = "--epochs 4 --batch-size 4 --save-every 3 --device cpu".split()  # 92 steps
-OWN = """
-import os, sys, time
-sys.path.insert(0, "07_slurm")
-import train
-exec(os.environ["CHANGE"])
-train.main()
-"""
-SLOW_SAVES = """
-save_file = train.save_file
-train.save_file = lambda *given: [
-    time.sleep(55 * os.path.exists("slow saves")), save_file(*given)]
-"""
-HALF_A_FILE = "os.makedirs('run.pt', exist_ok=True); open('run.pt/1.pt.tmp', 'w'); sys.exit(1)"
-EARLY_STOPPING = "open('run.pt', 'w'); print('stopped at epoch 5: no improvement'); sys.exit()"
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost=h0
-AuthInfo=socket={folder}/munge.socket,cred_expire=5 # a requeued job waits as long, not 120 s
+# a requeued job waits as long as cred_expire, which is 120 s
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdSpoolDir={folder}/spool-%n
@@ -52,7 +48,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=10
 
 @pytest.fixture(scope="module")
 def cluster(hosts, tmp_path_factory):
-    """Real daemons, apart from this machine's own; cores and GPUs only in Slurm's books."""
+    """Real daemons, apart from this machine's own; only Slurm believes in the GPUs."""
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder))
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-11]\n")
@@ -60,11 +56,19 @@ def cluster(hosts, tmp_path_factory):
         (folder / f"gpu{number}").symlink_to("/dev/null")
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
-    files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "seed", "log")]
+    files = [
+        f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "seed", "log")
+    ]
     tools = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
     cluster = Daemons(hosts, folder, tools, SLURM_CONF=str(folder / "slurm.conf"))
-    cluster.start("h0", "munged", "--foreground", "--force", f"--socket={folder}/munge.socket",
-                  *files)
+    cluster.start(
+        "h0",
+        "munged",
+        "--foreground",
+        "--force",
+        f"--socket={folder}/munge.socket",
+        *files,
+    )
     cluster.start("h0", "slurmctld", "-D", "-i")
     for host in ADDRESSES:
         (folder / f"spool-{host}").mkdir()
@@ -110,32 +114,46 @@ class Job:
         lines = self.log().count("%  loss")
         self.wait(lambda: self.log().count("%  loss") > lines)
 
-    def check_resumes(self, weights, restarts=1, stops=None, log=""):
-        """It ends as if nothing had disturbed it. 07 resumes each time where it was stopped."""
+    def check_resumes(self, undisturbed, restarts=1, stops=0, log=""):
+        """It ends as if nothing had disturbed it.
+
+        If it was stopped so often, it has resumed each time where it was stopped.
+        """
         (self.folder / "slow").unlink(missing_ok=True)
         self.finish(restarts=restarts)
         log += self.log()
-        stopped = re.findall(r"^stopped( at .*); rerun the same command to resume$", log, re.M)
-        resumed = re.findall(rf"^resuming from {self.run}\.pt\S*( at .*)? on 2 ranks$", log, re.M)
-        assert len(resumed) == (stops or restarts) and (not stops or resumed == stopped), log
-        assert equal(weights, self.folder / f"{self.run}-last.pt")
+        stopped, resumed = stopped_and_resumed(log)
+        assert len(stopped) == stops and len(resumed) == (stops or restarts), log
+        assert not stops or stopped == resumed, log
+        assert log.count(f"\nresuming from {self.run}.pt") == len(resumed), log
+        for name in ("last", "best"):
+            file = undisturbed.with_name(f"{undisturbed.name}-{name}.pt")
+            assert equal(file, self.folder / f"{self.run}-{name}.pt")
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A copy with a network that has dropout, with small data, and with OWN as own.py."""
-    project = copy_project(tmp_path_factory.mktemp("slurm") / "project", small=("data", "model"))
+    """A copy with a network that has dropout, small data, and own_slurm.py."""
+    project = copy_project(
+        tmp_path_factory.mktemp("slurm") / "project", small=("data", "model")
+    )
     for folder in ("04_ddp_torchrun", "05_model_parallel", "07_slurm"):
         shutil.copytree(ROOT / folder, project / folder, ignore=IGNORED)
-    (project / "own.py").write_text(OWN)
+    shutil.copy(ROOT / "tests/small/own_slurm.py", project)
     return project
 
 
 @pytest.fixture
 def submit(cluster, project, tmp_path):
-    """Submits a job in a copy of the project. A slow one, if no array, has saved a checkpoint."""
+    """Submits a job in a copy of the project.
+
+    It returns when a slow job, if it is no array, has saved a checkpoint.
+    """
+
     def submit(name="job", slow=False, options=OPTIONS, **settings):
-        folder = shutil.copytree(project, tmp_path / name, dirs_exist_ok=True, symlinks=True)
+        folder = shutil.copytree(
+            project, tmp_path / name, dirs_exist_ok=True, symlinks=True
+        )
         settings = {"NPROC": "1", "OMP_NUM_THREADS": "1", "folder": folder, **settings}
         if slow:
             (folder / "slow").write_text("0.3")
@@ -150,12 +168,16 @@ def submit(cluster, project, tmp_path):
 
 @pytest.fixture(scope="module")
 def undisturbed(project, tmp_path_factory):
-    """The weights of fsdp.py, and of 07 with two rates, without Slurm; 0.6 is the default."""
+    """Weights without Slurm: of fsdp.py, and of 07 with two rates; 0.6 is its default.
+
+    Such as 0.6-last.pt and 0.6-best.pt.
+    """
     folder = tmp_path_factory.mktemp("undisturbed")
-    run_ranks(project / FSDP, 2, *OPTIONS, "--output", "fsdp.pt", cwd=folder)
-    for rate in (0.2, 0.6):
-        files = ["--output", f"{rate}.pt", "--checkpoint", f"checkpoint-{rate}.pt"]
-        run_ranks(project / TRAIN, 2, *OPTIONS, *files, "--lr", rate, cwd=folder)
+    ways = {"0.2": (TRAIN, "--lr", 0.2), "0.6": (TRAIN,), "fsdp": (FSDP,)}
+    for name, (script, *options) in ways.items():
+        files = ["--output", f"{name}-last.pt", "--best", f"{name}-best.pt"]
+        files += ["--checkpoint", f"{name}.pt"]
+        run_ranks(project / script, 2, *OPTIONS, *options, *files, cwd=folder)
     return folder
 
 
@@ -166,9 +188,16 @@ def test_by_hand_in_an_allocation(cluster, project, tmp_path):
     allocate, commands = re.search(r"\n(salloc .*)\n([^`]*)", page).groups()
     options = f"{' '.join(OPTIONS)} --output $((++n)).pt"
     commands = "n=0\n" + re.sub("train.py ", f"train.py {options} ", commands)
-    output = cluster.run(*allocate.split(), "bash", "-euc", commands, folder=tmp_path,
-                         OMP_NUM_THREADS="1")
-    assert output.count("epoch 4/4  loss") == 2 and equal(tmp_path / "1.pt", tmp_path / "2.pt")
+    output = cluster.run(
+        *allocate.split(),
+        "bash",
+        "-euc",
+        commands,
+        folder=tmp_path,
+        OMP_NUM_THREADS="1",
+    )
+    assert output.count("epoch 4/4  loss") == 2
+    assert equal(tmp_path / "1.pt", tmp_path / "2.pt")
 
 
 def test_a_rank_fails_or_is_killed(submit, undisturbed):
@@ -177,49 +206,61 @@ def test_a_rank_fails_or_is_killed(submit, undisturbed):
     ways = ((f"{early} 9", TRAIN), (f"{late} 0", TRAIN), (f"{late} 9", FSDP))
     early, *late = [submit(image, IMAGE=image, SCRIPT=script) for image, script in ways]
     early.finish("FAILED")
-    for job, weights in zip(late, ("0.6.pt", "fsdp.pt"), strict=True):
+    for job, weights in zip(late, ("0.6", "fsdp"), strict=True):
         job.check_resumes(undisturbed / weights)
     assert "OSError: this image cannot be read" in late[0].log()
 
 
 def test_what_is_requeued_because_there_is_less_left_to_do(submit):
     """Not what has saved nothing, nor what is finished, whatever it prints."""
-    own = {"half": HALF_A_FILE, "early": EARLY_STOPPING, "none": "train.evaluate = None"}
-    jobs = {name: submit(name, SCRIPT="own.py", CHANGE=change) for name, change in own.items()}
-    wrong = [submit(option[0], options=option) for option in (["--epoch=x"], ["--checkpoint", "a"])]
-    jobs["early"].finish()
-    for job in (jobs["half"], *wrong):
+    changes = ["half_a_file", "early_stopping", "error_after_an_epoch"]
+    half, early, late = [
+        submit(change, SCRIPT="own_slurm.py", CHANGE=change) for change in changes
+    ]
+    wrong = [
+        submit(option[0], options=option)
+        for option in (["--epoch=x"], ["--checkpoint", "a"])
+    ]
+    early.finish()
+    for job in (half, *wrong):
         job.finish("FAILED")
-    jobs["none"].finish("FAILED", restarts=1)
-    assert jobs["none"].log().count("%  loss") == 8  # of one epoch
+    late.finish("FAILED", restarts=1)
+    assert late.log().count("%  loss") == 8  # of one epoch
 
 
-def test_two_nodes_wait_for_a_save_of_55_seconds(cluster, submit, undisturbed, tmp_path):
+def test_two_nodes_wait_for_a_save_of_55_seconds(
+    cluster, submit, undisturbed, tmp_path
+):
     """Slurm's KillWait is 30 s. The checkpoint's path is a symlink, and stays one."""
     (tmp_path / "job").mkdir()
     (tmp_path / "job/run.pt").symlink_to("elsewhere")
-    job = submit(slow=True, SCRIPT="own.py", CHANGE=SLOW_SAVES)
+    job = submit(slow=True, SCRIPT="own_slurm.py", CHANGE="slow_saves")
     (job.folder / "slow saves").touch()
     cluster.run("scancel", "--signal=TERM", job.id)
     job.wait(lambda: job.record()["JobState"] == "PENDING")
     (job.folder / "slow saves").unlink()
-    job.check_resumes(undisturbed / "0.6.pt", stops=1)
+    job.check_resumes(undisturbed / "0.6", stops=1)
     assert (job.folder / "run.pt").is_symlink()
 
 
 def test_preempted(cluster, submit, undisturbed):
-    """With a grace time run.sh requeues the job, without one Slurm does; so with fsdp.py."""
+    """With a grace time run.sh requeues the job, without one Slurm does."""
     ways = (("grace", TRAIN), ("grace", FSDP), ("main", FSDP))
-    jobs = [submit(str(n), True, SBATCH_PARTITION=partition, SCRIPT=script)
-            for n, (partition, script) in enumerate(ways)]
-    cluster.run(*"sbatch --wait --partition=urgent --exclusive --nodes=2 --wrap=true".split())
+    jobs = [
+        submit(str(n), True, SBATCH_PARTITION=partition, SCRIPT=script)
+        for n, (partition, script) in enumerate(ways)
+    ]
+    urgent = "sbatch --wait --partition=urgent --exclusive --nodes=2 --wrap=true"
+    cluster.run(*urgent.split())
     requeued_by_run_sh = [f"\nrequeueing job {job.id}\n" in job.log() for job in jobs]
     assert requeued_by_run_sh == [True, True, False], jobs
-    for job, weights in zip(jobs, ("0.6.pt", "fsdp.pt", "fsdp.pt"), strict=True):
-        job.check_resumes(undisturbed / weights, stops=1 if weights == "0.6.pt" else None)
+    for job, weights in zip(jobs, ("0.6", "fsdp", "fsdp"), strict=True):
+        job.check_resumes(undisturbed / weights, stops=1)
 
 
-def test_an_element_of_an_array_is_stopped_and_another_one_cancelled(cluster, submit, undisturbed):
+def test_an_element_of_an_array_is_stopped_and_another_one_cancelled(
+    cluster, submit, undisturbed
+):
     """The third element has the array's own id. Each does what it would alone."""
     array = submit(slow=True, SBATCH_ARRAY_INX="1-3")
     jobs = [Job(cluster, array.folder, f"{array.id}_{n}", f"run{n}") for n in (1, 2, 3)]
@@ -230,34 +271,41 @@ def test_an_element_of_an_array_is_stopped_and_another_one_cancelled(cluster, su
     cluster.run("scancel", cancelled.id)
     cluster.run("scancel", "--signal=TERM", stopped.id)
     stopped.wait_for_a_save(resumed=1)
-    alone.check_resumes(undisturbed / "0.2.pt", restarts=0)
-    stopped.check_resumes(undisturbed / "0.6.pt", stops=1)
+    alone.check_resumes(undisturbed / "0.2", restarts=0)
+    stopped.check_resumes(undisturbed / "0.6", stops=1)
     cancelled.finish("CANCELLED")
     assert "\nrequeueing job " not in cancelled.log(), jobs
 
 
 def test_out_of_time(cluster, submit, undisturbed):
-    """Slurm looks every 30 s, and sends the signal early rather than late: after 20 to 50 s."""
-    job = submit(slow=True, SBATCH_TIMELIMIT="1", SBATCH_SIGNAL="TERM@10")
-    job.wait(lambda: job.record()["JobState"] == "PENDING")
-    assert f"\nrequeueing job {job.id}\n" in job.log(), job
-    cluster.run("scontrol", "update", f"jobid={job.id}", "TimeLimit=10")
-    job.check_resumes(undisturbed / "0.6.pt", stops=1)
+    """Slurm looks every 30 s, and sends the signal early: after 20 to 50 s."""
+    limit = {"SBATCH_TIMELIMIT": "1", "SBATCH_SIGNAL": "TERM@10"}
+    ways = {"0.6": TRAIN, "fsdp": FSDP}
+    jobs = {name: submit(name, True, SCRIPT=ways[name], **limit) for name in ways}
+    for job in jobs.values():
+        job.wait(lambda job=job: f"\nrequeueing job {job.id}\n" in job.log())
+        cluster.run("scontrol", "update", f"jobid={job.id}", "TimeLimit=10")
+    for name, job in jobs.items():
+        job.check_resumes(undisturbed / name, stops=1)
 
 
-def test_stopped_then_requeued_then_without_a_node_then_cancelled(cluster, submit, undisturbed):
-    """By run.sh, then twice by Slurm; not requeued after scancel: the same command resumes it."""
+def test_stopped_then_requeued_then_without_a_node_then_cancelled(
+    cluster, submit, undisturbed
+):
+    """By run.sh, then twice by Slurm. After scancel the same command resumes it."""
     job = submit(slow=True)
     cluster.run("scancel", "--signal=TERM", job.id)
     job.wait_for_a_save(resumed=1)
     cluster.run("scontrol", "requeue", job.id)
     job.wait_for_a_save(resumed=2)
-    log, ended = cluster.folder / "daemons.log", f"slurmd-h1: debug:  JobId={job.id}: sent epilog"
+    log = cluster.folder / "daemons.log"
+    ended = f"slurmd-h1: debug:  JobId={job.id}: sent epilog"
     before = log.read_text().count(ended)
     cluster.run("scontrol", "update", "nodename=h1", "state=down", "reason=test")
     try:
         job.wait(lambda: job.record()["JobState"] == "PENDING")
-        wait_until(lambda: log.read_text().count(ended) > before)  # or it kills the next run
+        # or it kills the next run
+        wait_until(lambda: log.read_text().count(ended) > before)
     finally:
         cluster.run("scontrol", "update", "nodename=h1", "state=resume")
     job.wait_for_a_save(resumed=3)
@@ -265,14 +313,24 @@ def test_stopped_then_requeued_then_without_a_node_then_cancelled(cluster, submi
     job.wait(lambda: job.record()["JobState"] == "CANCELLED")
     wait_until(lambda: not processes(str(job.folder)))
     assert job.log().count(f"\nrequeueing job {job.id}\n") == 1, job
-    submit().check_resumes(undisturbed / "0.6.pt", restarts=0, stops=4, log=job.log())
+    submit().check_resumes(undisturbed / "0.6", restarts=0, stops=4, log=job.log())
 
 
 def test_the_selftest_by_the_same_batch_script(submit):
-    """Slurm's record of the job has what the script's header says, in spite of its comments."""
-    job = submit(options=["--device=cpu"], SCRIPT="04_ddp_torchrun/selftest.py", NPROC="2", RUN="")
+    """Slurm's record has what the script's header says, in spite of its comments."""
+    job = submit(
+        options=["--device=cpu"],
+        SCRIPT="04_ddp_torchrun/selftest.py",
+        NPROC="2",
+        RUN="",
+    )
     job.finish()
-    assert re.search(r"^OK: all checks passed on 4 ranks on (h0, h1|h1, h0)$", job.log(), re.M), job
+    ok = r"^OK: all checks passed on 4 ranks on (h0, h1|h1, h0)$"
+    assert re.search(ok, job.log(), re.M), job
     header = {"JobName": "mnist", "Requeue": "1", "NumNodes": "2", "CPUs/Task": "16"}
-    header |= {"TimeLimit": "01:00:00", "NtasksPerN:B:S:C": "1:0:*:*", "TresPerNode": "gres:gpu:4"}
+    header |= {
+        "TimeLimit": "01:00:00",
+        "NtasksPerN:B:S:C": "1:0:*:*",
+        "TresPerNode": "gres:gpu:4",
+    }
     assert job.record().items() >= header.items(), job

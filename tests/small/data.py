@@ -1,8 +1,9 @@
-"""In place of common/data.py: few images, learned in a few steps, and what may happen meanwhile.
+"""In place of common/data.py: few images, learned in a few steps, and events.
 
 READ="1 57 15": the process of rank 1 gets signal 15 when it reads its 57th image.
-IMAGE="5 9": the process that reads image 5, maybe a worker, gets signal 9, or with 0 an error; only
-once, as it writes a file `happened`. A file `slow` has the seconds that each image takes.
+IMAGE="5 9": the process that reads image 5, maybe a worker, gets signal 9, or with 0 an
+error; only once, as it writes a file `happened`. A file `slow` has the seconds that
+each image takes.
 """
 
 import contextlib
@@ -45,4 +46,5 @@ def load_mnist(root, download=True):
     labels = torch.randint(10, (TRAIN + TEST,), generator=numbers)
     noise = torch.randn(TRAIN + TEST, 1, 28, 28, generator=numbers)
     images = patterns.repeat_interleave(7, 3)[labels] + noise / 2
-    return Images(images[:TRAIN], labels[:TRAIN]), Images(images[TRAIN:], labels[TRAIN:])
+    train_set = Images(images[:TRAIN], labels[:TRAIN])
+    return train_set, Images(images[TRAIN:], labels[TRAIN:])

@@ -1,4 +1,7 @@
-"""In place of common/model.py: a small network with BatchNorm and dropout, which reports."""
+"""In place of common/model.py: a small network with BatchNorm and dropout.
+
+With WAITS, torch warns where a line of the training waits for the GPU.
+"""
 
 import os
 import traceback
@@ -8,12 +11,18 @@ from torch import nn
 
 
 class ConvNet(nn.Module):
-    """Images [N, 1, 28, 28] to logits [N, 10]; prints how it computes, once in each mode."""
+    """Images [N, 1, 28, 28] to logits [N, 10]; once in each mode it prints how."""
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.BatchNorm1d(16),
-                                    nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 10))
+        self.layers = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(784, 16),
+            nn.BatchNorm1d(16),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Linear(16, 10),
+        )
         self.reported = set()
 
     @torch.compiler.disable  # to compile it would take long
@@ -22,11 +31,15 @@ class ConvNet(nn.Module):
         if self.training not in self.reported:
             self.reported.add(self.training)
             callers = [frame.filename for frame in traceback.extract_stack()]
-            wrappers = sum(file.endswith("eval_frame.py") for file in callers)  # disable() is one
+            # torch.compiler.disable() is one
+            wrappers = sum(file.endswith("eval_frame.py") for file in callers)
             what = "training" if self.training else "evaluation"
-            print(f"{what} on {logits.device} in {logits.dtype}, gradients {logits.requires_grad}, "
-                  f"seed {torch.initial_seed()}, {torch.get_num_threads()} threads, "
-                  f"compiled {wrappers > 1}", flush=True)
-            if "WAITS" in os.environ:  # the training warns where a line waits for the GPU
+            print(
+                f"{what} on {logits.device} in {logits.dtype}, "
+                f"gradients {logits.requires_grad}, seed {torch.initial_seed()}, "
+                f"{torch.get_num_threads()} threads, compiled {wrappers > 1}",
+                flush=True,
+            )
+            if "WAITS" in os.environ:
                 torch.cuda.set_sync_debug_mode("warn" if self.training else "default")
         return logits

@@ -1,0 +1,19 @@
+"""For GPUs without some kernels, or simulated ones.
+
+SDPA=math computes attention without fused kernels, COMPILE=eager compiles without
+Triton.
+"""
+
+import functools
+import os
+
+import torch
+
+
+def change(script, rank):
+    if os.environ.get("SDPA") == "math":
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    if os.environ.get("COMPILE") == "eager":
+        torch.compile = functools.partial(torch.compile, backend="aot_eager")
