@@ -1,51 +1,81 @@
-"""Write .pages/site/: a map, each script next to its base, a finder for errors, the READMEs.
+"""Write .pages/site/: a map, scripts side by side, a finder for errors, the READMEs.
 
     pip install -r .pages/requirements.txt && python .pages/build.py
 
-Then open .pages/site/index.html. From the READMEs are the notes (sections "### DDP-3: ..."), the
-texts of the map (the first table), and the finder's rows (tables with a column "symptom").
+Then open .pages/site/index.html. From the READMEs are the notes (sections such as
+"### DDP-3: ..."), the texts of the map (the first table), and the finder's rows (tables
+with a column "symptom").
 """
 
 import os
 import re
 import shutil
 from collections import namedtuple
-from itertools import chain, groupby, pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from string import Template
 
 import pygments
 from markdown_it import MarkdownIt
 from markdown_it.tree import SyntaxTreeNode
-from pairs import MARK, MARKS, SCRIPTS, TEXT, TRAIN, line, row, rows, runs
+from pairs import (
+    MARK,
+    MARKS,
+    SCRIPTS,
+    TEXT,
+    TRAIN,
+    added,
+    depth,
+    line,
+    removed,
+    row,
+    rows,
+    runs,
+)
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 
 HERE, SITE = Path(".pages"), Path(".pages/site")
-TABS = {"01-04": "one process → DDP", "04-06": "DDP → checkpoints", "06-07": "checkpoints → stops",
-        "06-08": "checkpoints → Docker", "06-fsdp": "copies → shards",
-        "01-02": "one process → spawn", "02-03": "spawn → two machines"}
-HOME = {SCRIPTS[name[3:]]: f"{name}.html" for name in TABS} | {SCRIPTS["01"]: "01-04.html"}
-PAGES = [page for glob in ("*.md", "0*/*.md", "tests/**/*.md", ".github/*.md")
-         for page in sorted(Path().glob(glob))]
-Note = namedtuple("Note", "title page texts")  # each paragraph, and each item of a list
-Step = namedtuple("Step", "mark note runs begin own")  # its note is above the line `begin`
+TABS = {
+    "01-04": "one process → DDP",
+    "04-06": "DDP → checkpoints",
+    "06-07": "checkpoints → stops",
+    "06-08": "checkpoints → Docker",
+    "06-fsdp": "copies → shards",
+    "01-02": "one process → spawn",
+    "02-03": "spawn → two machines",
+}
+HOME = {SCRIPTS[name[3:]]: f"{name}.html" for name in TABS}
+HOME[SCRIPTS["01"]] = "01-04.html"
+PAGES = []
+for pattern in ("*.md", "0*/*.md", "tests/**/*.md", ".github/*.md"):
+    PAGES += sorted(Path().glob(pattern))
+# texts: each paragraph, and each item of a list
+Note = namedtuple("Note", "title page texts")
+# its note is above the line `begin`; own: it is of the README of the script
+Step = namedtuple("Step", "mark note runs begin own")
 
 
 def address(path):
     """The page of a file of the repository; a file that has none is copied."""
     if path in HOME:
         return HOME[path]
-    path = path / "README.md" if path.is_dir() else path
-    name = (path.as_posix().removesuffix("README.md").strip("/.") or "README").replace("/", "-")
+    if path.is_dir():
+        path = path / "README.md"
+    name = path.as_posix().removesuffix("README.md").strip("/.") or "README"
+    name = name.replace("/", "-")
     if path in PAGES:
         return f"{name}.html"
-    return shutil.copy(path, SITE / (name + ".txt" * (path.suffix not in (".svg", ".png")))).name
+    if path.suffix not in (".svg", ".png"):
+        name += ".txt"  # a browser shows it
+    shutil.copy(path, SITE / name)
+    return name
 
 
 def fence(program, language, _):
     lexer = get_lexer_by_name(language or "text", stripnl=False)
-    return f"<pre>{pygments.highlight(program, lexer, HtmlFormatter(nowrap=True))}</pre>"
+    shown = pygments.highlight(program, lexer, HtmlFormatter(nowrap=True))
+    return f"<pre>{shown}</pre>"
 
 
 MARKDOWN = MarkdownIt("commonmark", {"highlight": fence}).enable("table")
@@ -56,29 +86,52 @@ def render(*nodes):
     return MARKDOWN.renderer.render(tokens, MARKDOWN.options, {})
 
 
+def cells_of(table):
+    """The cells of a table as HTML, row by row."""
+    rows = [row for part in table.children for row in part.children]
+    return [[render(*cell.children) for cell in row.children] for row in rows]
+
+
 class Readme:
-    """A README as HTML, its notes about steps, and its tables, each with its address."""
+    """A README as HTML, its notes about steps, its tables, each with its address."""
 
     def __init__(self, path):
-        self.page, self.notes, self.tables = address(path), {}, []
+        self.page = address(path)
+        self.notes, self.tables = {}, []
         tokens = MARKDOWN.parse(path.read_text("utf-8"))
         for opening, token in pairwise(tokens):
             for child in token.children or ():
                 for name in {"href", "src"} & child.attrs.keys():
-                    file, sign, anchor = child.attrs[name].partition("#")
-                    if not file.startswith("http"):
-                        file = Path(os.path.normpath(path.parent / file)) if file else path
-                        child.attrs[name] = address(file) + sign + anchor
+                    child.attrs[name] = self.address_of(child.attrs[name], path)
             if opening.type == "heading_open":
-                words = "".join(child.content for child in token.children)
-                opening.attrs["id"] = re.sub(r"[^\w -]", "", words).lower().replace(" ", "-")
+                title = "".join(child.content for child in token.children)
+                anchor = re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
+                opening.attrs["id"] = anchor
         tree = SyntaxTreeNode(tokens)
-        self.html = re.sub(rf'(<h3 [^>]*>)({MARK.pattern})(?=: )',
-                           r'\1<a href="marks.html#\2">\2</a>', render(tree))
+        self.html = re.sub(
+            rf"(<h3 [^>]*>)({MARK.pattern})(?=: )",
+            r'\1<a href="marks.html#\2">\2</a>',
+            render(tree),
+        )
+        self.collect(tree)
+
+    @staticmethod
+    def address_of(link, path):
+        """Where a link of the README at path leads to on the site."""
+        file, sign, anchor = link.partition("#")
+        if file.startswith("http"):
+            return link
+        if file:
+            path = Path(os.path.normpath(path.parent / file))
+        return address(path) + sign + anchor
+
+    def collect(self, tree):
+        """Set notes and tables."""
         for node in tree.children:
             if node.type == "heading":
-                anchor, texts = f"{self.page}#{node.attrs['id']}", []
+                place = f"{self.page}#{node.attrs['id']}"
                 title = re.sub("<[^>]*>", "", render(*node.children))
+                texts = []
                 if re.match(rf"{MARK.pattern}: ", title):
                     self.notes[MARK.match(title)[0]] = Note(title, self.page, texts)
             elif node.type == "paragraph":
@@ -86,120 +139,229 @@ class Readme:
             elif node.type == "bullet_list":
                 texts += [f"<ul>{render(item)}</ul>" for item in node.children]
             elif node.type == "table":
-                self.tables.append((anchor, [[render(*cell.children) for cell in line.children]
-                                             for part in node.children for line in part.children]))
+                self.tables.append((place, cells_of(node)))
 
 
 def steps_of(old, new):
-    """The steps that new adds, in order. A note is above their first lines below the options."""
-    steps, readme = [], readmes[SCRIPTS[new].with_name("README.md")]
+    """The steps that new adds, in order.
+
+    A note is above the first lines of its step, but not of those above train().
+    """
+    readme = readmes[SCRIPTS[new].with_name("README.md")]
+    steps = []
     for mark, found in runs(old, new).items():
-        if note := readme.notes.get(mark) or mark not in MARKS[old] and others.get(mark):
-            begin = next((run for run in found if run[0] >= TRAIN[new]), found[0])[0]
-            steps.append(Step(mark, note, found, begin, mark in readme.notes))
+        own = mark in readme.notes
+        if own:
+            note = readme.notes[mark]
+        elif mark in all_notes and mark not in MARKS[old]:
+            note = all_notes[mark]
+        else:
+            continue
+        begins = [run[0] for run in found]
+        in_train = [begin for begin in begins if begin >= TRAIN[new]]
+        begin = in_train[0] if in_train else begins[0]
+        steps.append(Step(mark, note, found, begin, own))
     return sorted(steps, key=lambda step: step.begin)
 
 
+def line_of_item(new, step, text):
+    """The first line of the step that has the `code` with which an item begins.
+
+    Or the first one of its statement and of the comment above.
+    """
+    found = re.match(r"(?s)<ul>.*?<code>\W*(\w+)", text)
+    if not found or not step.own:
+        return step.begin
+    for run in step.runs:
+        for n in run:
+            code = TEXT[new][n].split("# ")[0]
+            if n >= TRAIN[new] and re.search(rf"\b{found[1]}\b", code):
+                return begin_of_statement(new, run, n)
+    return step.begin
+
+
+def begin_of_statement(script, run, n):
+    # where the outermost bracket that is open in line n is; or line n, if none is
+    above = [k for k in reversed(run) if k <= n]
+    first = max(above, key=lambda k: depth(script, range(k, n)))
+    while first - 1 in run and TEXT[script][first - 1].lstrip().startswith("#"):
+        first -= 1
+    return first
+
+
+def links_to(new, runs):
+    """The numbers of the lines, such as 72, 74–77."""
+    links = []
+    for run in runs:
+        first, last = run[0] + 1, run[-1] + 1
+        words = f"{first}" if first == last else f"{first}–{last}"
+        links.append(f'<a href="#{new}-{first}">{words}</a>')
+    return ", ".join(links)
+
+
 def notes_of(new, step, look):
-    """By line: the note, and of its own lists the items, above the first line with their `code`."""
-    texts, where = {step.begin: ""}, ", ".join(
-        f'<a href="#{new}-{run[0] + 1}">{run[0] + 1}{f"–{run[-1] + 1}" * (len(run) > 1)}</a>'
-        for run in step.runs)
-    code = {n: TEXT[new][n].split("# ")[0] for run in step.runs for n in run if n >= TRAIN[new]}
+    """By line: the note, and items of its lists above the first line of their code."""
+    texts = {step.begin: ""}
     for text in step.note.texts:
-        name = step.own and re.match(r"(?s)<ul>.*?<code>\W*(\w+)|", text)[1]
-        n = next((n for n in code if name and re.search(rf"\b{name}\b", code[n])), step.begin)
+        n = line_of_item(new, step, text)
         texts[n] = texts.get(n, "") + text
-    title = f"<b>{step.note.title}</b>" + f" (a note of {step.note.page[:2]})" * (not step.own)
-    whole = (f"<details{' open' * step.own}><summary>{title}</summary>{texts.pop(step.begin)}<p "
-             f'class=soft>Lines of {new}: {where} · <a href="marks.html#{step.mark}">{step.mark} '
-             f"in all scripts</a></details>")
-    band = f'<aside class={look} id="{new}-{step.mark}'
-    shown = {n: f'{band}-{n}"><b>{step.mark}</b>{texts[n]}</aside>' for n in texts}
-    section = f'</section><section class=step id="{new}-{step.mark}">'
-    return shown | {step.begin: f'{section}{band}-0">{whole}</aside>'}
+    title = f"<b>{step.note.title}</b>"
+    if not step.own:
+        title += f" (a note of {step.note.page[:2]})"
+    is_open = " open" if step.own else ""
+    whole = (
+        f"<details{is_open}><summary>{title}</summary>{texts.pop(step.begin)}"
+        f"<p class=soft>Lines of {new}: {links_to(new, step.runs)} · "
+        f'<a href="marks.html#{step.mark}">{step.mark} in all scripts</a></details>'
+    )
+    name = f"{new}-{step.mark}"
+    shown = {
+        step.begin: f'</section><section class=step id="{name}">'
+        f'<aside class={look} id="{name}-0">{whole}</aside>'
+    }
+    for n, text in texts.items():
+        band = f"<b>{step.mark}</b>{text}"
+        shown[n] = f'<aside class={look} id="{name}-{n}">{band}</aside>'
+    return shown
 
 
 def pair(old, new, steps):
-    """Two scripts as rows of lines; what is above train() and above the first note is folded."""
-    notes, looks, shown = {}, {}, []
+    """Two scripts as rows of lines; what is above train() and the notes is folded."""
+    notes, looks = {}, {}
     for k, step in enumerate(steps):
         notes |= notes_of(new, step, f"t{k}")
-        looks |= {n: f"t{k}" for run in step.runs for n in run}
+        for run in step.runs:
+            looks |= dict.fromkeys(run, f"t{k}")
     top = min([TRAIN[new], *notes])
-    end = next(n for n, (_, _, b) in enumerate(rows(old, new)) if (b or 0) >= top)
-    for equal, block in groupby(rows(old, new), lambda each: each[0]):
+    shown = []
+    end = None  # of the folded rows
+    for _, block in groupby(rows(old, new), lambda each: each.equal):
         block = [*block]
-        colours = [looks.get(b, "") for _, _, b in block]
-        for n, (_, a, b) in enumerate(block):  # a removed line has the colour of what replaces it
-            look = next(filter(None, colours[n:] + colours[n::-1]), "")
-            shown.append(notes.get(b, "") + row(old, new, equal, a, b, look))
-    fresh = sum(not equal and b is not None for equal, _, b in rows(old, new)[:end])
-    fold = (f"<details class=fold><summary>The first {top} lines, with imports and options; "
-            f"{fresh or 'none'} of them new (key o)</summary>{''.join(shown[:end])}</details>")
+        colours = [looks.get(each.new, "") for each in block]
+        first = len(shown)  # of this row and those above it without a new line
+        for n, each in enumerate(block):
+            # a removed line has the colour of what replaces it
+            nearest = [*colours[n:], *colours[n::-1]]
+            look = next(filter(None, nearest), "")
+            shown.append(row(old, new, each, look))
+            if each.new is not None:
+                shown[first] = notes.get(each.new, "") + shown[first]
+                if each.new >= top and end is None:
+                    end = first
+                first = len(shown)
+    fresh = len(added(rows(old, new)[:end])) or "none"
+    fold = (
+        f"<details class=fold><summary>The first {top} lines, with imports and "
+        f"options; {fresh} of them new (key o)</summary>"
+        f"{''.join(shown[:end])}</details>"
+    )
     return f"<main><section>{fold}{''.join(shown[end:])}</section></main>"
 
 
 def size(old, new):
-    more, less = [sum(not each[0] and each[side] is not None for each in rows(old, new))
-                  for side in (2, 1)]
-    return f"<b>+{more}</b> <i>−{less}</i> lines" if more or less else "same train.py"
+    more, less = len(added(rows(old, new))), len(removed(rows(old, new)))
+    if more or less:
+        return f"<b>+{more}</b> <i>−{less}</i> lines"
+    return "same train.py"
 
 
 def branch(script):
     """A box of the map, with an arrow to each script that is based on it."""
-    path, (wants, adds) = SCRIPTS[script], purposes[SCRIPTS[script].parent.name]
-    shown = "".join(f'<li><a class=arrow href="{name}.html">{size(script, name[3:])}</a>'
-                    f"{branch(name[3:])}" for name in TABS if name[:2] == script)
-    link = f'<a href="{address(path.with_name("README.md"))}">{str(path).split("/train")[0]}</a>'
-    return f"<div class=box>{link}<p>to {wants}<p class=soft>It adds {adds}.</div><ul>{shown}</ul>"
+    path = SCRIPTS[script]
+    wants, adds = purposes[path.parent.name]
+    shown = ""
+    for name in TABS:
+        old, new = name.split("-")
+        if old == script:
+            arrow = f'<a class=arrow href="{name}.html">{size(old, new)}</a>'
+            shown += f"<li>{arrow}{branch(new)}"
+    words = str(path).split("/train")[0]
+    link = f'<a href="{address(path.with_name("README.md"))}">{words}</a>'
+    texts = f"<p>to {wants}<p class=soft>It adds {adds}."
+    return f"<div class=box>{link}{texts}</div><ul>{shown}</ul>"
 
 
 def everywhere(mark):
     """The note of a step, and its lines in all scripts."""
-    title, _, texts = others.get(mark, (mark, "", ()))
-    shown = f"<h2>{title}</h2>" + "".join(texts)
-    for script in [script for script in SCRIPTS if mark in MARKS[script]]:
-        path, n = SCRIPTS[script], MARKS[script].index(mark)
-        lines = "".join(line(script, n) for run in runs("01", script).get(mark, [[n]]) for n in run)
-        place = f"{HOME[path]}#{script}-{n + 1}" if path in HOME else address(path)
-        shown += f'<h3><a href="{place}">{path}</a></h3><div class=lines>{lines}</div>'
+    shown = f"<h2>{mark}</h2>"
+    if mark in all_notes:
+        note = all_notes[mark]
+        shown = f"<h2>{note.title}</h2>" + "".join(note.texts)
+    for script, path in SCRIPTS.items():
+        if mark not in MARKS[script]:
+            continue
+        n = MARKS[script].index(mark)
+        place = address(path)
+        if path in HOME:
+            place += f"#{script}-{n + 1}"
+        shown += f'<h3><a href="{place}">{path}</a></h3><div class=lines>'
+        for run in runs("01", script).get(mark, [[n]]):
+            shown += "".join(line(script, n) for n in run)
+        shown += "</div>"
     return f'<section class=everywhere id="{mark}">{shown}</section>'
+
+
+def template(name):
+    return Template((HERE / f"{name}.html").read_text("utf-8"))
 
 
 def write(name, title, body):
     here = tabs.replace(f'"{name}"', f'"{name}" aria-current=page')
-    (SITE / name).write_text(page.substitute(title=title, tabs=here, body=body), "utf-8")
+    html = template("page").substitute(title=title, tabs=here, body=body)
+    (SITE / name).write_text(html, "utf-8")
+
+
+def write_pair(name):
+    old, new = name.split("-")
+    title = f"{old} → {new}: {TABS[name]}"
+    steps = steps_of(old, new)
+    chips = ""
+    for k, step in enumerate(steps):
+        words = step.note.title.partition(": ")[2]
+        link = f'<a class="chip t{k}" href="#{new}-{step.mark}">'
+        chips += f"{link}<b>{step.mark}</b> <span>{words}</span></a>"
+    readme = readmes[SCRIPTS[new].with_name("README.md")]
+    head = template("pair").substitute(
+        title=title,
+        left=SCRIPTS[old],
+        right=SCRIPTS[new],
+        lead=readme.html.partition("<p>")[2].partition("</p>")[0],
+        old=old,
+        new=new,
+        page=readme.page,
+        size=size(old, new),
+        chips=chips,
+    )
+    write(f"{name}.html", title, head + pair(old, new, steps))
+
+
+def write_finder():
+    symptoms = ""
+    for readme in readmes.values():
+        for place, (columns, *body) in readme.tables:
+            if columns[0] == "symptom":
+                link = f'<a href="{place}">{place.partition(".")[0]}</a>'
+                for cells in body:
+                    symptoms += "<li><p>" + "\n<p>".join([*cells, link])
+    write("find.html", "Find an error", template("find").substitute(rows=symptoms))
 
 
 shutil.rmtree(SITE, ignore_errors=True)
-shutil.copytree(HERE, SITE, ignore=shutil.ignore_patterns("site", "*.html", "*.[pt]*", "__*"))
-page, head, first, find = [Template((HERE / f"{name}.html").read_text("utf-8"))
-                           for name in ("page", "pair", "index", "find")]
+not_shown = shutil.ignore_patterns("site", "*.html", "*.[pt]*", "__*")
+shutil.copytree(HERE, SITE, ignore=not_shown)
 tabs = "".join(f'<a href="{name}.html">{words}</a>' for name, words in TABS.items())
 readmes = {path: Readme(path) for path in PAGES}
-others = {mark: note for readme in readmes.values() for mark, note in readme.notes.items()}
-purposes = {re.sub("<[^>]*>", "", folder): texts
-            for folder, *texts in readmes[Path("README.md")].tables[0][1]}
-for name, change in TABS.items():
-    old, new = name.split("-")
-    readme, steps = readmes[SCRIPTS[new].with_name("README.md")], steps_of(old, new)
-    title, chips = f"{old} → {new}: {change}", ""
-    for k, step in enumerate(steps):
-        link = f'<a class="chip t{k}" href="#{new}-{step.mark}"><b>{step.mark}</b>'
-        chips += f"{link} <span>{step.note.title.partition(': ')[2]}</span></a>"
-    lead = readme.html.partition("<p>")[2].partition("</p>")[0]
-    top = head.substitute(title=title, left=SCRIPTS[old], right=SCRIPTS[new], lead=lead, old=old,
-                          new=new, page=readme.page, size=size(old, new), chips=chips)
-    write(f"{name}.html", title, top + pair(old, new, steps))
-write("index.html", "The scripts", first.substitute(map=branch("01")))
+all_notes = {}
+for readme in readmes.values():
+    all_notes |= readme.notes
+_, (_, *folders) = readmes[Path("README.md")].tables[0]
+purposes = {re.sub("<[^>]*>", "", folder): texts for folder, *texts in folders}
+for name in TABS:
+    write_pair(name)
+write("index.html", "The scripts", template("index").substitute(map=branch("01")))
 for path, readme in readmes.items():
     write(readme.page, path, f"<article>{readme.html}</article>")
-found = sorted({mark for marks in MARKS.values() for mark in marks if mark})
-write("marks.html", "A step in all scripts", "".join(map(everywhere, found)))
-symptoms = ""
-for place, (columns, *lines) in chain.from_iterable(readme.tables for readme in readmes.values()):
-    if columns[0] == "symptom":
-        link = f'<a href="{place}">{place.partition(".")[0]}</a>'
-        symptoms += "".join("<li><p>" + "\n<p>".join([*cells, link]) for cells in lines)
-write("find.html", "Find an error", find.substitute(rows=symptoms))
+found = {mark for marks in MARKS.values() for mark in marks if mark}
+bodies = [everywhere(mark) for mark in sorted(found)]
+write("marks.html", "A step in all scripts", "".join(bodies))
+write_finder()
