@@ -15,24 +15,7 @@ from helpers import clean_environment
 
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where ip may be
 ADDRESSES = {"h0": "10.78.0.1", "h1": "10.78.0.2"}
-SETUP = """
-mount -t tmpfs none /run
-mkdir /run/netns
-ip link set lo up
-ip link add bridge type bridge
-ip link set bridge up
-for host in h0 h1; do
-  ip netns add $host
-  ip link add to-$host type veth peer name eth0 netns $host
-  ip link set to-$host master bridge up
-  ip -n $host link set lo up
-  ip -n $host addr add "$1/24" dev eth0
-  ip -n $host link set eth0 up
-  shift
-done
-echo ready
-read -r _
-"""
+SETUP = Path(__file__).with_suffix(".sh")
 BECOME = (
     'hostname "$1" && mount --bind "$2" /etc/hosts && cd "$3" && shift 3 && exec "$@"'
 )
@@ -55,7 +38,7 @@ class Hosts:
         )
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         self.first = subprocess.Popen(
-            [*unshare, "bash", "-euc", SETUP, "_", *ADDRESSES.values()],
+            [*unshare, "bash", SETUP, *ADDRESSES.values()],
             **pipes,
             text=True,
             env={**os.environ, "PATH": PATH},

@@ -22,14 +22,6 @@ OPTIONS = (
 USER = 1234  # who runs run.sh
 ADDRESS, PORT = "172.30.0.1", 28080  # where containers and builds reach the wheels
 DOCKERFILE = (ROOT / "08_docker/Dockerfile").read_text()
-MAKE_BASE = """
-. /etc/os-release
-mmdebstrap --variant=minbase --include=python3,python3-pip "$VERSION_CODENAME" base >&2
-ln -s python3 base/usr/bin/python
-rm -f base/usr/lib/python3*/EXTERNALLY-MANAGED  # as in the official images
-printf '%b' "$2" > base/etc/pip.conf
-tar --create --directory base . | docker import - "$1"
-"""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +69,7 @@ def project(engine, place):
     base = re.search("^ARG BASE_IMAGE=(.*)", DOCKERFILE, re.M)[1]
     settings = f"[global]\\nno-index = true\\nfind-links = http://{ADDRESS}:{PORT}/\\n"
     settings += f"trusted-host = {ADDRESS}\\n"
-    make = ["bash", "-euo", "pipefail", "-c", MAKE_BASE, "_", base, settings]
+    make = ["bash", ROOT / "tests/slow/base_image.sh", base, settings]
     subprocess.run(make, cwd=engine.folder, env=engine.environment, check=True)
     python = (engine.folder / "base/usr/bin/python3").resolve().name
     version = python.removeprefix("python")
