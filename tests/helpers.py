@@ -153,7 +153,7 @@ def wait_for(text, *running, times=1):
 
 def each_row(text):
     """Call a test with the cells of each row of a text, between which there is a |."""
-    rows = [re.split(r" *\| *", line) for line in text.strip().splitlines()]
+    rows = [re.split(r" *\| *", line.strip()) for line in text.strip().splitlines()]
     return pytest.mark.parametrize("row", rows, ids=lambda row: row[0])
 
 

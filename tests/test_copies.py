@@ -13,6 +13,7 @@ from helpers import (
     SEED,
     copy_project,
     distance,
+    each_row,
     equal,
     load,
     module,
@@ -77,30 +78,69 @@ def on_one_and_two(folder, name, *options, batch, changes="", ranks=2):
     return one, several
 
 
+def own_script(folder):
+    """A project with own.py for several processes."""
+    return patched(folder, "own_ddp", "tests/copies/own.py")
+
+
+def printed_and_saved(folder, result):
+    """The lines that own.py prints, the picture that it writes, and the weights."""
+    lines = re.findall("^(?:seed|step|epoch) .*", result.output, re.M)
+    return [*lines, (folder / "best.txt").read_text()], load(folder / "best.pt")
+
+
 def test_an_own_script_with_ddp(tmp_path):
-    """Losses, and the best weights, which only rank 0 saves; ranks have other noise."""
+    """All that it prints and saves, on rank 0 only; ranks have other noise."""
     found = []
-    for ranks in (1, 2):
-        project = patched(tmp_path / str(ranks), "own_ddp", "tests/copies/own.py")
-        result = learn(project, ranks, changes="own")
-        seeds = {f"seed {SEED + rank}" for rank in range(ranks)}
-        assert {*re.findall("seed .", result.output)} == seeds
-        assert list(project.glob("*/best.pt")) == [project / "0/best.pt"]
-        lines = re.findall("^epoch .*", result.output, re.M)
-        found.append((lines, load(project / "0/best.pt")))
-    result = learn(project, 3, changes="own", code=1)
-    assert "ValueError: 3 processes do not divide a batch of 64" in result.errors
-    (lines, weights), (same, of_two) = found
-    assert len(lines) == 2 and lines == same and distance(weights, of_two) < 1e-10
+    for ranks in (1, 2, 3):
+        project = own_script(tmp_path / str(ranks))
+        result = learn(project, ranks, "--seed", SEED, changes="own")
+        noise = {f"noise {SEED + rank}" for rank in range(ranks)}
+        assert {*re.findall("noise .*", result.output)} == noise
+        assert not [*project.glob("[12]/*")]
+        found.append(printed_and_saved(project / "0", result))
+    [(lines, weights), *others] = found
+    assert len(lines) == 9  # the seed, one step, six epochs, the picture
+    for same, of_several in others:
+        assert lines == same and distance(weights, of_several) < 1e-10
+    result = learn(project, 7, changes="own", code=1)
+    assert "ValueError: 7 processes do not divide 60" in result.errors
+    learn(project, 2, changes="own")  # a drawn seed; the lines compare the ranks
 
 
-@pytest.mark.parametrize(
-    "fault", ["no DDP", "plain call", "no steps", "another split", "another name"]
-)
-def test_lines_that_compare_the_ranks_of_an_own_script(fault, tmp_path):
-    project = patched(tmp_path, "own_ddp", "tests/copies/own.py")
-    result = learn(project, 2, changes="own", FAULT=fault, code=1)
-    assert "the ranks differ: [" in result.errors
+@each_row("""
+    no DDP        | the ranks differ
+    plain call    | the ranks differ
+    no steps      | the ranks differ
+    another split | the ranks differ
+    another name  | the ranks differ
+    another seed  | their shards overlap
+    a list        | must be an nn.ModuleList
+    a sum         | the gradient is 0.500 times
+""")
+def test_lines_that_compare_the_ranks_of_an_own_script(row, tmp_path):
+    """They find each fault."""
+    given = {"changes": "own", "FAULT": row[0], "code": 1}
+    result = learn(own_script(tmp_path), 2, "--seed", SEED, **given)
+    assert row[1] in result.errors
+
+
+def test_an_own_script_that_resumes(tmp_path):
+    """Killed in the fourth epoch, it prints and saves what an undisturbed run does."""
+    project = own_script(tmp_path)
+    fits = run(["patch", "-F0", "own.py", COPIES / "own_resume.diff"], project)
+    assert fits.code == 0, fits
+
+    def start(name, *options, **given):
+        given |= {"cwd": tmp_path / name, "CHANGES": "own_killed"}
+        result = run_ranks(project / "own.py", 2, *options, **given)
+        return printed_and_saved(given["cwd"], result)
+
+    (killed, _), (resumed, weights) = start("killed", KILLED=1, code=9), start("killed")
+    whole, expected = start("whole", *f"--{killed[0]}".split())  # a seed was drawn
+    assert killed[0] == resumed[0] and killed[:-1] + resumed[1:] == whole
+    assert distance(weights, expected) == 0
+    assert equal(tmp_path / "killed/checkpoint.pt", tmp_path / "whole/checkpoint.pt")
 
 
 def test_resnet18(tmp_path):
@@ -432,12 +472,9 @@ def test_lora_on_fsdp(tmp_path, monkeypatch):
 
 
 def test_sparse_gradients(tmp_path):
-    """With the hook of the page two ranks have the gradients of a dense table."""
-    text = (COPIES / "README.md").read_text().split("### Sparse gradients")[1]
-    project = copy_project(tmp_path / "a project")
-    hook = re.search("```python\n(.*?)```", text, re.S)[1]
-    (project / "train.py").write_text(hook)
-    run_ranks("train.py", 2, cwd=project, CHANGES="sparse")
+    """With the hook two ranks have the gradients of a dense table."""
+    project = copy_project(tmp_path / "a project", "tests/copies/sparse.py")
+    run_ranks("sparse.py", 2, cwd=project, CHANGES="sparse")
 
 
 def test_encoders(tmp_path):

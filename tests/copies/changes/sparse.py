@@ -1,15 +1,10 @@
-"""Compare gradients of a sparse table, with the page's hook, and of a dense one."""
+"""Compare gradients of a sparse table, with the hook, and of a dense one."""
 
 import torch
 import torch.distributed as dist
 
-from common.gather import all_gather_ragged
-
 
 def change(script, rank):
-    script.torch, script.dist = torch, dist
-    script.all_gather_ragged = all_gather_ragged
-
     def main():
         dist.init_process_group("gloo")
         sparse, dense = [
