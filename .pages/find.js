@@ -2,8 +2,8 @@
 const [log, list, nothing, several, raised, excerpt] = ["log", "rows", "nothing", "several", "raised", "excerpt"].map((id) => document.getElementById(id));
 const NO_CAUSE = [ // lines, or parts of lines, that choose a row only if nothing does but what is here and below
   /^.*(exitcode|received by pid).*$/gm, // how a process ended
-  // that something failed: torchrun, Slurm, NCCL's watchdog
-  /^.*(childfailederror|error_file|(closing|death|got) signal|exited with exit code|terminating stepid).*$|process group watchdog.*exception: /gm,
+  // that something failed: torchrun, Slurm, NCCL's watchdog, a stack of C++
+  /^frame #.*$|^.*(childfailederror|error_file|(closing|death|got) signal|exited with exit code|terminating stepid).*$|process group watchdog.*exception: /gm,
   /^.*(warning|and the download failed).*$|^\W?[wi]\d{3,4}\b.*$|^info\b.*$/gm, // warnings
   /^.*destroy_process_group\(\) was not called.*$/gm,
   // what healthy jobs print: torchrun's banner, NCCL's version, W&B, a progress bar
@@ -14,7 +14,7 @@ const HARMLESS = /\b(only a warning|harmless)\b/; // WARNING
 const EVENT = /(?<!(error|exception|occurred): \s*)^.*(?<!original )traceback \(most recent|^\W?[ef]\d{3,4} /gm; // an error begins
 const RAISED = /^ *([\w.]*[a-z\d.](error|exception)|[\w.-]+\.py: error|what\(\))(: \S.*)?$/m; // of Python, argparse, C++
 const WITH = /^ with (\S+: )?$/; // between two texts that the log must both have
-const ANYTHING = /(…|\.{3}|"[^"]*"|\S*\/\S+|\S+\.pt\b|(?<!-|signal:? |errno: )\b\d[\d.:]*|\s+)/; // numbers, paths, ...
+const ANYTHING = /(…|\.{3}|(?<!-|signal:? |errno:? )\b\d[\d.:]*|\s+)/; // what differs: numbers, ...
 const PREFIX = /^( *\d+: |[\w.-]+ +\| |\(\S+ pid=\S+\) |\d{4}-\d\d-\d\d[t ][\d:.,]+z? )|\[[a-z]*\d+\]: ?/gm; // srun, compose, Ray, a time; torch
 const clean = (text) => text.toLowerCase().replace(/\x1b\[[\d;]*m/g, "").replace(PREFIX, "").replace(/ *: */g, ": ");
 
