@@ -169,7 +169,7 @@ def warmup_then_decay(fraction):
 
 
 def run(local_rank, args):  # DDP-0: what each spawned process runs
-    # SIGINT comes if the parent dies, and jobs in the background ignore it
+    # torch sends SIGINT if the parent dies, but a job started with & ignores it
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # the parent may have died before torch asked for that signal
     if torch.multiprocessing.parent_process().is_alive():

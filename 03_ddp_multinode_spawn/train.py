@@ -7,7 +7,6 @@ Node 0 has 8 GPUs and the address 10.0.0.1, node 1 has 2 GPUs:
 """
 
 import argparse
-import contextlib
 import math
 import os
 import signal
@@ -63,7 +62,7 @@ def parse_args():
     args.per_node = [int(number) for number in args.nprocs.split(",")]
     if len(args.per_node) == 1:
         args.per_node *= args.nodes
-    if len(args.per_node) != args.nodes or not 0 <= args.node_rank < args.nodes:
+    if not 0 <= args.node_rank < args.nodes == len(args.per_node):
         parser.error(
             f"{args.nodes} nodes, --nprocs {args.nprocs}, --node-rank {args.node_rank}"
         )
@@ -187,7 +186,7 @@ def warmup_then_decay(fraction):
 
 
 def run(local_rank, args):  # DDP-0: what each spawned process runs
-    # SIGINT comes if the parent dies, and jobs in the background ignore it
+    # torch sends SIGINT if the parent dies, but a job started with & ignores it
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # the parent may have died before torch asked for that signal
     if torch.multiprocessing.parent_process().is_alive():
@@ -201,16 +200,17 @@ def main():
     nprocs = args.per_node[args.node_rank]
     threads = math.ceil(torch.get_num_threads() / nprocs)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    address = args.master_addr, args.master_port
     listener = None
-    # node 0 hosts the store, at --master-addr only; or at all addresses, if that one is
-    # not its own
-    if args.node_rank == 0:
-        with contextlib.suppress(OSError):
-            address = (args.master_addr, args.master_port)
-            listener = socket.create_server(address).detach()
+    if args.node_rank == 0:  # it hosts the store, at --master-addr only
+        try:
+            listener = socket.create_server(  # by IPv4, or else by IPv6
+                address, family=min(socket.getaddrinfo(*address))[0]
+            ).detach()
+        except OSError:  # no interface has that address: at all addresses
+            pass
     store = dist.TCPStore(
-        args.master_addr,
-        args.master_port,
+        *address,
         world_size=args.nodes,
         is_master=args.node_rank == 0,
         master_listen_fd=listener,

@@ -4,13 +4,13 @@
 #SBATCH --nodes=2 # EDIT
 #SBATCH --ntasks-per-node=1 # torchrun starts one process per GPU
 #SBATCH --cpus-per-task=16 # EDIT: cores of each node
-#SBATCH --gpus-per-node=4 # EDIT: or --gres=gpu:4; without GPUs delete it: NPROC=2 sbatch ...
+#SBATCH --gpus-per-node=4 # EDIT: or --gres=gpu:4; no GPUs: delete this line, NPROC=2 sbatch ...
 #SBATCH --time=01:00:00 # EDIT
 #SBATCH --requeue
 #SBATCH --signal=TERM@120 # seconds before the time limit: save and end
 # module load python; . .venv/bin/activate # EDIT, and delete the first #
 set -eu
-job=$SLURM_JOB_ID run=${RUN-run} # RUN=name sbatch ...: files name.pt, name-best.pt, ...; RUN=: none
+job=$SLURM_JOB_ID run=${RUN-run} # RUN=name sbatch ...: name.pt, name-best.pt, ...; RUN=: no files
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then # sbatch --array=1-3: three runs
   n=$SLURM_ARRAY_TASK_ID job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID run=${run:+$run$n}
   rates=(- 0.2 0.4 0.6) && set -- "$@" --lr "${rates[n]}" # EDIT: - is index 0, unused

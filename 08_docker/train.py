@@ -159,14 +159,15 @@ def train(args):
 
     # 5. Train and evaluate
     for epoch in range(progress["epoch"], args.epochs + 1):
-        # CKPT-4: the rest of the epoch; the loader draws from numbers of its own
+        # CKPT-4: the rest of the epoch; without the generator the loader would draw
+        # from torch's numbers, and the first step have other dropout after a resume
         shard = rest_of_epoch(length, hash((args.seed, epoch)), progress["done"])
         seed = hash((args.seed, epoch, progress["done"], rank))
         generator = torch.Generator().manual_seed(seed)
         train_loader = DataLoader(
             train_set, args.batch_size, sampler=shard, generator=generator, **options
         )
-        check_equal(batches=len(train_loader))  # or some ranks would wait for others
+        check_equal(batches=len(train_loader))  # a sampler of yours may differ
         model.train()
         title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()
