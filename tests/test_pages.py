@@ -22,9 +22,11 @@ from helpers import (
 )
 
 MAIN = ROOT / "README.md"
+UNATTENDED = ROOT / "06_checkpointing/unattended.md"
 PAGES = [
     MAIN,
     *(ROOT / folder / "README.md" for folder in FOLDERS),
+    UNATTENDED,
     ROOT / "tests/README.md",
     ROOT / "tests/benchmark.md",
     COPIES / "README.md",
@@ -228,9 +230,11 @@ def test_a_page_has_a_section_for_each_mark(number, tmp_path):
 
 def test_what_else_the_pages_show_of_the_code():
     """DDP for an own script, the batch script, DataParallel, the steps of 05."""
-    patch = (COPIES / "own_ddp.patch").read_text()
-    shown = MAIN.read_text().split("<!-- tests/copies/own_ddp.patch -->\n\n")[1]
-    assert shown.startswith(f"```diff\n{patch[patch.index('@@ ') :].rstrip()}\n```\n")
+    for page in PAGES:
+        parts = re.split(r"<!-- (\S+) -->\n\n", page.read_text())
+        for file, shown in zip(parts[1::2], parts[2::2], strict=True):
+            patch = "@@ " + (ROOT / file).read_text().split("@@ ", 1)[1].rstrip()
+            assert shown.startswith(f"```diff\n{patch}\n```\n"), file
     [shown, *_] = blocks(sections(ROOT / "07_slurm/README.md")["Run"], "sh")
     assert shown == (ROOT / "07_slurm/run.sh").read_text()
     [shown] = blocks(sections(ROOT / "01_dataparallel/README.md")[CHANGES], "python")
@@ -381,12 +385,9 @@ def test_every_command_runs(path, tmp_path):
 # Programs
 
 
-@pytest.mark.parametrize(
-    ("page", "section"),
-    [("02_ddp_spawn", "The smallest form"), ("04_ddp_torchrun", "The smallest form")],
-)
-def test_a_program_prints_what_is_shown(page, section, tmp_path):
-    text = sections(ROOT / page / "README.md")[section]
+@pytest.mark.parametrize("page", [FOLDER["02"], FOLDER["04"]])
+def test_a_program_prints_what_is_shown(page, tmp_path):
+    text = sections(ROOT / page / "README.md")["The smallest form"]
     [program], [shown] = blocks(text, "python"), blocks(text, "text")
     (tmp_path / "small.py").write_text(program.replace("29500", str(free_port())))
     if page.startswith("02"):
@@ -397,23 +398,9 @@ def test_a_program_prints_what_is_shown(page, section, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_log_as_a_picture(tmp_path, monkeypatch):
-    """The program of the page draws each point of a log of two starts once."""
-    monkeypatch.setenv("MPLBACKEND", "agg")
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(ROOT / ".pages/run1.log", tmp_path)
-    section = (COPIES / "README.md").read_text().split("A picture of the log\n")[1]
-    exec(blocks(section, "python")[0])
-    loss, accuracy = [axes.lines[0].get_xydata().tolist() for axes in pyplot.gcf().axes]
-    assert len(loss) == 50 and loss[-1] == [5, 0.5363]
-    assert [value for _, value in accuracy] == [0.9842, 0.9891, 0.9917, 0.9928, 0.9934]
-
-
-@pytest.mark.slow
 def test_the_unit_of_systemd_is_valid(tmp_path):
     shutil.which("systemd-analyze") or pytest.skip("systemd-analyze is not installed")
-    [unit] = blocks((ROOT / "06_checkpointing/README.md").read_text(), "ini")
+    [unit] = blocks(UNATTENDED.read_text(), "ini")
     (tmp_path / "run1.service").write_text(unit)
     result = run(["systemd-analyze", "verify", "./run1.service"], tmp_path)
     assert result.code == 0 and "run1.service" not in result.errors, result

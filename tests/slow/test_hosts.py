@@ -88,12 +88,12 @@ def test_selftest(job):
 
 
 def test_behind_a_firewall(tmp_path):
-    """The self-test and 06 with the command of 04's page, without which it fails."""
+    """The self-test and 06 with the command of the page, without which it fails."""
     require("iptables", "sysctl")
     hosts = Hosts(tmp_path)  # of its own; it ends with this process
     for folder in ("04_ddp_torchrun", "06_checkpointing"):
         copy_project(tmp_path / folder[:2], folder, small="data")
-    page = (ROOT / "04_ddp_torchrun/README.md").read_text()
+    page = (ROOT / "tests/errors.md").read_text()
     open_ports = re.search(r"^sudo (sysctl .*=.*)$", page, re.M)[1]
     failed = (
         "FAILED: join: connect to all ranks, on free ports: .*: no answer within 20"
