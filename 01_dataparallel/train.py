@@ -65,7 +65,7 @@ def train(args):
     model = ConvNet().to(device, memory_format=layout)
     dp_model = model
     if device.type == "cuda" and torch.cuda.device_count() > 1:
-        # DP-1: its threads would use float16; and compile is untested
+        # DP-1: DataParallel's threads would use float16; compile is untested
         if args.amp or args.compile:
             raise ValueError("--amp and --compile: one GPU (CUDA_VISIBLE_DEVICES=0)")
         dp_model = nn.DataParallel(model)  # DP-1: split each batch among the GPUs

@@ -11,6 +11,7 @@ from helpers import (
     COPIES,
     ROOT,
     SEED,
+    TORCHRUN,
     copy_project,
     distance,
     each_row,
@@ -103,25 +104,28 @@ def test_an_own_script_with_ddp(tmp_path):
     assert len(lines) == 9  # the seed, one step, six epochs, the picture
     for same, of_several in others:
         assert lines == same and distance(weights, of_several) < 1e-10
-    result = learn(project, 7, changes="own", code=1)
-    assert "ValueError: 7 processes do not divide 60" in result.errors
+    result = run([*TORCHRUN, "--nproc-per-node=7", "own.py"], project)
+    assert (
+        result.code == 1 and "ValueError: 7 processes do not divide 60" in result.errors
+    )
     learn(project, 2, changes="own")  # a drawn seed; the lines compare the ranks
 
 
 @each_row("""
-    no DDP        | the ranks differ
-    plain call    | the ranks differ
-    no steps      | the ranks differ
-    another split | the ranks differ
-    another name  | the ranks differ
+    no DDP        | the ranks differ: [
+    plain call    | the ranks differ: [
+    no steps      | the ranks differ: [
+    another split | the ranks differ: [
+    another name  | the ranks differ: [
     another seed  | their shards overlap
     a list        | must be an nn.ModuleList
     a sum         | the gradient is 0.500 times
 """)
 def test_lines_that_compare_the_ranks_of_an_own_script(row, tmp_path):
     """They find each fault."""
-    given = {"changes": "own", "FAULT": row[0], "code": 1}
-    result = learn(own_script(tmp_path), 2, "--seed", SEED, **given)
+    result = learn(
+        own_script(tmp_path), 2, "--seed", SEED, changes="own", FAULT=row[0], code=1
+    )
     assert row[1] in result.errors
 
 
@@ -132,9 +136,11 @@ def test_an_own_script_that_resumes(tmp_path):
     assert fits.code == 0, fits
 
     def start(name, *options, **given):
-        given |= {"cwd": tmp_path / name, "CHANGES": "own_killed"}
-        result = run_ranks(project / "own.py", 2, *options, **given)
-        return printed_and_saved(given["cwd"], result)
+        folder = tmp_path / name
+        result = run_ranks(
+            project / "own.py", 2, *options, cwd=folder, CHANGES="own_killed", **given
+        )
+        return printed_and_saved(folder, result)
 
     (killed, _), (resumed, weights) = start("killed", KILLED=1, code=9), start("killed")
     whole, expected = start("whole", *f"--{killed[0]}".split())  # a seed was drawn

@@ -67,7 +67,7 @@ def change(script, rank):
         return validate(model, *given)
 
     def after_a_backward(optimizer, *given):
-        if fault in (None, "a sum"):  # it finds others before AFTER_AN_EPOCH does
+        if fault in (None, "a sum"):  # it would find others first
             exec(AFTER_A_BACKWARD, dict(names))
 
     if fault == "no steps" and rank == 1:
