@@ -1,13 +1,11 @@
 """Train a ConvNet on MNIST with DDP, in processes that this script spawns.
 
-python 02_ddp_spawn/train.py --epochs 5 --amp
-python 02_ddp_spawn/train.py --nprocs 2 --device cpu
+python 02_ddp_spawn/train.py --epochs 5
 """
 
 import argparse
-import math
+import ctypes
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -20,53 +18,39 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
-HERE = Path(__file__).resolve().parent
-if not (HERE / "common").exists():  # in this repository it is one folder above
-    sys.path.append(str(HERE.parent))  # last: it may have a profile.py
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder of common/
+from common.checks import check_equal, check_same_model
 from common.data import load_mnist
 from common.gather import gather_in_order
-from common.model import ConvNet
-
-MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
+from common.model import ConvNet, warmup_then_decay
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser()
     add = parser.add_argument
-    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
-    add("--epochs", type=int, default=1, help="passes over the training set")
-    add("--batch-size", type=int, default=64, help="images per process")
-    add("--lr", type=float, default=0.6, help="peak rate for 256 images per step")
-    add("--seed", type=int, default=0, help="for initialisation and shuffling")
-    add("--data-dir", type=Path, default="data", help="MNIST; downloaded if missing")
-    add("--output", type=Path, default="mnist.pt", help="path of the trained weights")
-    add("--device", choices=devices, default=devices[0], help="where to train")
-    add("--amp", action="store_true", help="mixed precision: autocast to bfloat16")
+    gpu = torch.cuda.is_available()
+    add("--epochs", type=int, default=1, help="default: %(default)s")
+    add("--batch-size", type=int, default=64, help="images per process: %(default)s")
+    add("--lr", type=float, default=0.03, help="peak rate for 256 images: %(default)s")
+    add("--seed", type=int, default=0)
+    add("--workers", type=int, default=0, help="per process: %(default)s")
+    add("--data-dir", type=Path, help="folder of MNIST; default: download it to data")
+    add("--output", type=Path, default="mnist.pt", help="weights: %(default)s")
+    add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
+    add("--amp", action="store_true", help="mixed precision: bfloat16")
     add("--compile", action="store_true", help="slower start, faster steps")
-    # DDP-2: for small batches
+    # DDP-2: for small batches per GPU
     add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")
-    # DDP-0: how many processes
-    add("--nprocs", type=int, default=torch.cuda.device_count() or 2, help="processes")
-    args = parser.parse_args()
-    # DDP-0: at least one process
-    if min(args.epochs, args.batch_size, args.nprocs) < 1 or args.output.is_dir():
-        parser.error("--epochs, --batch-size, --nprocs: at least 1; --output: a file")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=args.output.parent).close()  # fails if read-only
-    return args
+    # DDP-0: one process per GPU, or two on the CPU
+    add("--nprocs", type=int, default=torch.cuda.device_count() or 2)
+    return parser.parse_args()
 
 
-def train(local_rank, args):  # DDP-0: in each of the processes
+def train(local_rank, args):  # DDP-0: in each process
     # 1. Setup
-    # DDP-1: they find each other by a file, which needs no port
     rank, world_size = local_rank, args.nprocs
-    group = {
-        "store": dist.FileStore(f"{args.folder}/store"),
-        "rank": rank,
-        "world_size": world_size,
-    }
+    # DDP-1: the processes find each other through a file, which needs no free port
+    group = {"init_method": args.meet, "rank": rank, "world_size": world_size}
     if args.device == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -74,72 +58,69 @@ def train(local_rank, args):  # DDP-0: in each of the processes
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo", **group)
+    check_equal(**vars(args))  # DDP-1: an error if a rank has other options
     torch.manual_seed(args.seed)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
 
     # 2. Data
-    # DDP-3: one process per machine downloads, and each rank has its own shard
-    train_set, test_set = load_mnist(args.data_dir, local_rank == 0)
-    train_sampler = DistributedSampler(train_set, seed=args.seed)
+    # DDP-3: one process downloads, and each rank reads its own shard
+    train_set, test_set = load_mnist(args.data_dir, download=local_rank == 0)
+    sampler = DistributedSampler(train_set, seed=args.seed)
     test_sampler = DistributedSampler(test_set, shuffle=False)
-    options = {"pin_memory": device.type == "cuda"}
-    train_loader = DataLoader(
-        train_set, args.batch_size, sampler=train_sampler, **options
-    )
+    options = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}
+    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, **options)
     test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
     # 3. Model
-    # channels_last: a third faster on the CPU; on a GPU DDP would warn (one channel)
-    layout = torch.channels_last if device.type == "cpu" else torch.contiguous_format
-    model = ConvNet().to(device, memory_format=layout)
-    if args.sync_bn:  # DDP-2: convert BatchNorm, then wrap the model
+    model = ConvNet().to(device)
+    if args.sync_bn:  # DDP-2: convert BatchNorm before the model is wrapped
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    ddp_model = DDP(model, gradient_as_bucket_view=True)
+    ddp_model = DDP(model)  # DDP-2: all ranks get the weights of rank 0
     if args.compile:
         ddp_model = torch.compile(ddp_model)
-    torch.manual_seed(args.seed + rank)  # DDP-3: each rank draws other dropout masks
+    torch.manual_seed(args.seed + rank)  # DDP-3: each rank draws different noise
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    global_batch = args.batch_size * world_size  # DDP-3: images per step
-    # the root keeps the noise of a step: arXiv:1705.08741
+    global_batch = args.batch_size * world_size  # DDP-3: images per step of all ranks
+    # square-root scaling, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5
-    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
-    total_steps = args.epochs * len(train_loader)
-    # the rate follows the part of the run that is done in the middle of a step
+    optimizer = torch.optim.AdamW(model.parameters(), lr)
+    steps = args.epochs * len(train_loader)
+    # at the middle of each step, so that no step has a rate of 0
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: warmup_then_decay((step + 0.5) / total_steps)
+        optimizer, lambda step: warmup_then_decay((step + 0.5) / steps)
     )
 
     # 5. Train and evaluate
     for epoch in range(1, args.epochs + 1):
-        train_sampler.set_epoch(epoch)  # DDP-3: a new order
+        sampler.set_epoch(epoch)  # DDP-3: shuffle again
         model.train()
-        title = f"epoch {epoch}/{args.epochs}"
         start = time.perf_counter()
-        total = torch.zeros(2, dtype=torch.float64, device=device)  # loss sum, images
-        # DDP-4: only rank 0 has a bar; None: on a terminal only
-        no_bar = True if rank > 0 else None
-        for batch in tqdm(train_loader, title, leave=False, disable=no_bar):
+        # the sum of the losses, and the number of images
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        # DDP-4: a progress bar on rank 0 only, and there (None) only on a terminal
+        hide = True if rank > 0 else None
+        for batch in tqdm(train_loader, f"epoch {epoch}", leave=False, disable=hide):
             images, labels = [part.to(device, non_blocking=True) for part in batch]
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
+            optimizer.zero_grad()
+            with torch.autocast(args.device, torch.bfloat16, enabled=args.amp):
                 loss = criterion(ddp_model(images), labels)
             loss.backward()  # DDP-2: averages the gradients of all ranks
-            total[0] += loss.detach() * len(labels)
-            total[1] += len(labels)
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             optimizer.step()
             scheduler.step()
-            optimizer.zero_grad()
-        dist.all_reduce(total)  # DDP-5: sum over all ranks
+            total[0] += loss.detach() * len(labels)
+            total[1] += len(labels)
+        # DDP-2: an error if, for example, the loss was computed by model(...)
+        check_same_model(model)
+        dist.all_reduce(total)  # DDP-5: the sum over all ranks
         loss = (total[0] / total[1]).item()  # waits for the GPU
-        if not math.isfinite(loss):
-            raise ValueError(f"{title}: the loss is {loss}")  # before it is saved
         seconds = time.perf_counter() - start
-        accuracy = evaluate(model, test_loader, device)
+        accuracy = evaluate(model, test_loader, len(test_set), device)
         if rank == 0:  # DDP-4: log on rank 0 only
             print(
-                f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  "
-                f"{seconds:.1f} s  {total[1] / seconds:.0f} images/s",
+                f"epoch {epoch}/{args.epochs}  loss {loss:.4f}  accuracy {accuracy:.4f}"
+                f"  {seconds:.1f} s  {total[1] / seconds:.0f} images/s",
                 flush=True,
             )
 
@@ -149,42 +130,32 @@ def train(local_rank, args):  # DDP-0: in each of the processes
 
 
 @torch.no_grad()
-def evaluate(model, test_loader, device):
+def evaluate(model, batches, length, device):
     """Return the fraction of the test set that the model classifies correctly."""
-    for buffer in model.buffers():  # DDP-5: all take BatchNorm's of rank 0
+    for buffer in model.buffers():  # DDP-5: all use rank 0's BatchNorm statistics
         dist.broadcast(buffer, src=0)
     model.eval()
     correct = []
-    for batch in test_loader:
+    for batch in batches:
         images, labels = [part.to(device, non_blocking=True) for part in batch]
         correct.append(model(images).argmax(1) == labels)
-    # DDP-5: join the results of all ranks
-    correct = gather_in_order(torch.cat(correct), len(test_loader.dataset))
-    return correct.sum().item() / len(correct)
+    # DDP-5: collect the results of all ranks
+    correct = gather_in_order(torch.cat(correct), length)
+    return correct.sum().item() / length
 
 
-def warmup_then_decay(fraction):
-    """The factor of the peak rate: it rises for 40 % of the run, then falls to 0."""
-    return max(0, min(fraction / 0.4, (1 - fraction) / 0.6))
-
-
-def run(local_rank, args):  # DDP-0: what each spawned process runs
-    # torch sends SIGINT if the parent dies, but a job started with & ignores it
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # the parent may have died before torch asked for that signal
-    if torch.multiprocessing.parent_process().is_alive():
-        train(local_rank, args)
-        dist.destroy_process_group()  # only now, when train() has freed the model
-
-
-def main():
-    args = parse_args()
-    # DDP-0: share the cores, and start the processes, which share a folder
-    threads = math.ceil(torch.get_num_threads() / args.nprocs)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    with tempfile.TemporaryDirectory() as args.folder:
-        torch.multiprocessing.spawn(run, (args,), args.nprocs)
+def run(local_rank, args):  # DDP-0: what spawn() calls in each process
+    # Linux kills this process if the script dies (PR_SET_PDEATHSIG, SIGKILL)
+    ctypes.CDLL(None).prctl(1, 9)
+    train(local_rank, args)
+    dist.destroy_process_group()  # DDP-1: after train() has released the model
 
 
 if __name__ == "__main__":
-    main()
+    args = parse_args()
+    # DDP-0: share the cores among the processes
+    threads = torch.get_num_threads() // args.nprocs or 1
+    os.environ.setdefault("OMP_NUM_THREADS", f"{threads}")
+    with tempfile.TemporaryDirectory() as folder:
+        args.meet = f"file://{folder}/meet"
+        torch.multiprocessing.spawn(run, (args,), args.nprocs)

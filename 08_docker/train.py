@@ -1,12 +1,10 @@
-"""Train a ConvNet on MNIST with checkpoints: stopped, the same command resumes it.
+"""Train a ConvNet on MNIST with checkpoints: the same command resumes a stopped run.
 
-torchrun --standalone --nproc-per-node=2 06_checkpointing/train.py --epochs 3
+torchrun --standalone --nproc-per-node=2 06_checkpointing/train.py --epochs 5
 """
 
 import argparse
-import contextlib
-import itertools
-import math
+import ctypes
 import os
 import sys
 import time
@@ -20,62 +18,41 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
-HERE = Path(__file__).resolve().parent
-if not (HERE / "common").exists():  # in this repository it is one folder above
-    sys.path.append(str(HERE.parent))  # last: it may have a profile.py
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder of common/
+from common.checks import check_equal, check_same_model, wait_for_file
 from common.data import load_mnist
-from common.gather import check_equal, gather_in_order, wait_for_file
-from common.model import ConvNet
-
-MAX_GRAD_NORM = 0.7  # for this model: stabilises the warm-up
+from common.gather import gather_in_order
+from common.model import ConvNet, warmup_then_decay
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser()
     add = parser.add_argument
-    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
-    add("--epochs", type=int, default=1, help="passes over the training set")
-    add("--batch-size", type=int, default=64, help="images per process")
-    add("--lr", type=float, default=0.6, help="peak rate for 256 images per step")
-    add("--seed", type=int, default=0, help="for initialisation and shuffling")
-    add("--data-dir", type=Path, default="data", help="MNIST; downloaded if missing")
-    add("--output", type=Path, default="mnist.pt", help="path of the trained weights")
-    add("--device", choices=devices, default=devices[0], help="where to train")
-    add("--amp", action="store_true", help="mixed precision: autocast to bfloat16")
+    gpu = torch.cuda.is_available()
+    add("--epochs", type=int, default=1, help="default: %(default)s")
+    add("--batch-size", type=int, default=64, help="images per process: %(default)s")
+    add("--lr", type=float, default=0.03, help="peak rate for 256 images: %(default)s")
+    add("--seed", type=int, default=0)
+    add("--workers", type=int, default=0, help="per process: %(default)s")
+    add("--data-dir", type=Path, help="folder of MNIST; default: download it to data")
+    add("--output", type=Path, default="mnist.pt", help="weights: %(default)s")
+    add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
+    add("--amp", action="store_true", help="mixed precision: bfloat16")
     add("--compile", action="store_true", help="slower start, faster steps")
-    # DDP-2: for small batches
+    # DDP-2: for small batches per GPU
     add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")
-    # DDP-7: for larger batches than fit
-    add("--accumulate", type=int, default=1, help="micro-batches per step")
-    # CKPT-1: when and where to save
-    add("--save-every", type=int, default=100, help="steps per checkpoint")
-    add("--checkpoint", type=Path, default="checkpoint.pt", help="one path per run")
-    add("--best", type=Path, default="best.pt", help="weights of the best epoch")
-    add("--workers", type=int, default=0, help="DataLoader workers per process")
-    args = parser.parse_args()
-    if "RANK" not in os.environ:  # DDP-1: torchrun sets it
-        parser.error("start it with torchrun, as the first lines of this file show")
-    if args.sync_bn and args.device == "cpu":  # DDP-2: torch has none for it
-        parser.error("--sync-bn needs GPUs")
-    # CKPT-1: what cannot work fails here
-    for name in ("epochs", "batch_size", "accumulate", "save_every"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    files = {args.output.resolve(), args.checkpoint.resolve(), args.best.resolve()}
-    if len(files) < 3 or any(file.is_dir() for file in files):
-        parser.error("--output, --checkpoint and --best must be three files")
-    if os.environ["RANK"] == "0":  # DDP-4: only rank 0 saves
-        for file in files:
-            file.parent.mkdir(parents=True, exist_ok=True)
-    return args
+    # CKPT-1: where and how often to save
+    add("--checkpoint", type=Path, default="checkpoint.pt", help="one file per run")
+    add("--save-every", type=int, default=100, help="steps: %(default)s")
+    return parser.parse_args()
 
 
 def train(args):
     # 1. Setup
-    torchrun = os.getppid()  # CKPT-1: see save()
-    local_rank = int(os.environ["LOCAL_RANK"])  # DDP-1: its index on this machine
+    # CKPT-1: Linux kills this process if torchrun dies (PR_SET_PDEATHSIG, SIGKILL)
+    ctypes.CDLL(None).prctl(1, 9)
+    # DDP-1: torchrun has set LOCAL_RANK, which is the number of the GPU on this machine
+    local_rank = int(os.environ["LOCAL_RANK"])
     if args.device == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -84,232 +61,166 @@ def train(args):
         device = torch.device("cpu")
         dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    check_equal(**vars(args))  # DDP-1: an error if a machine has other options
     torch.manual_seed(args.seed)
+    for path in (args.output, args.checkpoint):
+        path.parent.mkdir(parents=True, exist_ok=True)
 
     # 2. Data
-    # DDP-3: one process per machine downloads, and each rank has its own shard
-    train_set, test_set = load_mnist(args.data_dir, local_rank == 0)
+    # DDP-3: one process per machine downloads, and each rank reads its own shard
+    train_set, test_set = load_mnist(args.data_dir, download=local_rank == 0)
     length = len(train_set)
     test_sampler = DistributedSampler(test_set, shuffle=False)
-    options = {"pin_memory": device.type == "cuda", "num_workers": args.workers}
+    options = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}
     test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
     # 3. Model
-    # channels_last: a third faster on the CPU; on a GPU DDP would warn (one channel)
-    layout = torch.channels_last if device.type == "cpu" else torch.contiguous_format
-    model = ConvNet().to(device, memory_format=layout)
-    if args.sync_bn:  # DDP-2: convert BatchNorm, then wrap the model
+    model = ConvNet().to(device)
+    if args.sync_bn:  # DDP-2: convert BatchNorm before the model is wrapped
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    ddp_model = DDP(model, gradient_as_bucket_view=True)
+    ddp_model = DDP(model)  # DDP-2: all ranks get the weights of rank 0
     if args.compile:
         ddp_model = torch.compile(ddp_model)
+    torch.manual_seed(args.seed + rank)  # DDP-3: each rank draws different noise
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    # DDP-7: images per step
-    global_batch = args.batch_size * args.accumulate * world_size
-    # the root keeps the noise of a step: arXiv:1705.08741
+    global_batch = args.batch_size * world_size  # DDP-3: images per step of all ranks
+    # square-root scaling, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5
-    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
-    # CKPT-4: read before the load, which brings the rates of the saved step
+    optimizer = torch.optim.AdamW(model.parameters(), lr)
+    # CKPT-4: kept here, because loading a checkpoint overwrites group["lr"]
     peaks = [group["lr"] for group in optimizer.param_groups]
-
-    # CKPT-1: what is saved; add an EMA or a GradScaler, and counters of your own
+    # CKPT-1: what a checkpoint contains: objects with a state_dict(), and plain values
     stateful = {"model": model, "optimizer": optimizer}
-    progress = {"epoch": 1, "done": 0, "loss_sum": 0.0, "images": 0, "best": -math.inf}
-    # CKPT-3: what must be as it was; optimizers load by the order of the names
-    names = list(model.state_dict())
-    fingerprint = {"length": length, "seed": args.seed, "lr": args.lr, "names": names}
-    check_equal(  # CKPT-5: on all ranks
-        epochs=args.epochs,
-        batch_size=args.batch_size,
-        accumulate=args.accumulate,
-        save_every=args.save_every,
-        test_length=len(test_set),
-        **fingerprint,
-    )
-    # CKPT-3: all ranks read it
-    resumed = wait_for_file(args.checkpoint)
-    if resumed:
-        load_checkpoint(args.checkpoint, stateful, progress, fingerprint)
-        # CKPT-5: a node's file may be older
-        check_equal(epoch=progress["epoch"], done=progress["done"])
-        if progress["done"] > 0 and progress["epoch"] > args.epochs:
-            raise ValueError(f"it is in epoch {progress['epoch']}: give more --epochs")
-    elif rank == 0:  # DDP-4: log on rank 0 only
-        print(f"no {args.checkpoint}: starting on {world_size} ranks")
-    # CKPT-5: DDP and the load made them equal; frozen weights could hide a difference
-    trained = [each for each in model.parameters() if each.requires_grad]
-    weights = nn.utils.get_total_norm(trained)
-    check_equal(weight_norm=weights.item(), tolerance=1e-6)
+    progress = {"epoch": 1, "done": 0}  # done: images of this epoch, over all ranks
+    # CKPT-3: what must be the same when a run is resumed
+    must_match = {"length": length, "seed": args.seed, "lr": args.lr}
+    if wait_for_file(args.checkpoint):
+        load_checkpoint(args.checkpoint, stateful, progress, must_match)
+    check_equal(length=length, **progress)  # CKPT-3: all ranks read the same files
+    if progress["epoch"] > args.epochs:
+        raise ValueError(f"{args.checkpoint} has {progress}: give more --epochs")
+    if rank == 0:  # DDP-4: log on rank 0 only
+        print(f"starting at {progress} on {world_size} ranks", flush=True)
 
-    def save():  # CKPT-1: unless torchrun was killed
-        """Write the checkpoint on rank 0: DDP keeps the weights of all ranks equal."""
-        nonlocal resumed
-        if os.getppid() != torchrun:  # it was killed, and a new run may use the file
-            raise RuntimeError("torchrun was killed, and its processes end, too")
-        if rank == 0:
-            # a disk that was mounted late, or the same run started twice
-            if not resumed and args.checkpoint.exists():
-                raise FileExistsError(f"{args.checkpoint} was not there at the start")
-            resumed = True
-            state = {name: each.state_dict() for name, each in stateful.items()}
-            state |= {"progress": progress, "fingerprint": fingerprint}
-            save_file(state, args.checkpoint)
+    def seed_step():  # CKPT-4: a seed for each step, so a resumed run draws the same
+        seen = (progress["epoch"] - 1) * length + progress["done"]
+        torch.manual_seed(args.seed + seen * world_size + rank)
 
     # 5. Train and evaluate
     for epoch in range(progress["epoch"], args.epochs + 1):
-        # CKPT-4: the rest of the epoch; without the generator the loader would draw
-        # from torch's numbers, and the first step have other dropout after a resume
-        shard = rest_of_epoch(length, hash((args.seed, epoch)), progress["done"])
-        seed = hash((args.seed, epoch, progress["done"], rank))
-        generator = torch.Generator().manual_seed(seed)
-        train_loader = DataLoader(
-            train_set, args.batch_size, sampler=shard, generator=generator, **options
-        )
-        check_equal(batches=len(train_loader))  # a sampler of yours may differ
+        progress["epoch"] = epoch
+        # CKPT-4: the rest of this epoch, in place of DistributedSampler
+        shard = rest_of_epoch(length, args.seed + epoch, progress["done"])
+        train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options)
         model.train()
-        title = f"epoch {epoch}/{args.epochs}"
-        start = time.perf_counter()
-        images_before = progress["images"]  # CKPT-4: of earlier starts
-        total = torch.zeros(2, dtype=torch.float64, device=device)  # loss sum, images
-        # DDP-4: only rank 0 has a bar; None: on a terminal only
-        no_bar = True if rank > 0 else None
-        batches = iter(tqdm(train_loader, title, leave=False, disable=no_bar))
-        while True:
-            # CKPT-4: each step has random numbers of its own, also after a resume
-            torch.manual_seed(hash((args.seed, epoch, progress["done"], rank)))
-            # DDP-7: the micro-batches of one step
-            micro_batches = list(itertools.islice(batches, args.accumulate))
-            if not micro_batches:
-                break
-            images_in_step = sum(len(batch[1]) for batch in micro_batches)
-            for number, batch in enumerate(micro_batches, start=1):
-                images, labels = [part.to(device, non_blocking=True) for part in batch]
-                # DDP-7: only the last backward averages the gradients of all ranks
-                last = number == len(micro_batches)
-                with contextlib.nullcontext() if last else ddp_model.no_sync():
-                    with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
-                        loss = criterion(ddp_model(images), labels)
-                    (loss * len(labels) / images_in_step).backward()
-                total[0] += loss.detach() * len(labels)
-                total[1] += len(labels)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            # CKPT-4: the rate follows the part of the run that is done, in mid-step
+        start, done_before = time.perf_counter(), progress["done"]
+        # the sum of the losses, and the number of images
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        # DDP-4: a progress bar on rank 0 only, and there (None) only on a terminal
+        hide = True if rank > 0 else None
+        batches = iter(train_loader)
+        seed_step()  # CKPT-4: after iter(), which draws a number as well
+        batches = tqdm(batches, f"epoch {epoch}", leave=False, disable=hide)
+        for step, batch in enumerate(batches, start=1):
+            images, labels = [part.to(device, non_blocking=True) for part in batch]
+            optimizer.zero_grad()
+            with torch.autocast(args.device, torch.bfloat16, enabled=args.amp):
+                loss = criterion(ddp_model(images), labels)
+            loss.backward()  # DDP-2: averages the gradients of all ranks
+            # CKPT-4: the rate follows the images, as the number of ranks may change
             done = min(progress["done"] + global_batch, length)
-            middle = (progress["done"] + done) / 2 / length
+            middle = (progress["done"] + done) / 2 / length  # of the step, in the epoch
             fraction = (epoch - 1 + middle) / args.epochs
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * warmup_then_decay(fraction)
             optimizer.step()
-            optimizer.zero_grad()
+            total[0] += loss.detach() * len(labels)
+            total[1] += len(labels)
             progress["done"] = done
-            if done // global_batch % args.save_every == 0 or done == length:
-                # CKPT-5: equal and finite, but CPUs may round differently
-                check_equal(gradient_norm=norm.item(), tolerance=1e-6)
-                weights = nn.utils.get_total_norm(trained)
-                check_equal(weight_norm=weights.item(), tolerance=1e-3)
-                dist.all_reduce(total)  # DDP-5: sum over all ranks
-                # CKPT-1: of all ranks and the whole epoch
-                progress["loss_sum"] += total[0].item()
-                progress["images"] += int(total[1])
-                total.zero_()
-                save()
-                loss = progress["loss_sum"] / progress["images"]
-                if rank == 0:  # DDP-4: log on rank 0 only
-                    tqdm.write(f"{title}  {done / length:.0%}  loss {loss:.4f}")
+            # CKPT-1: save every N steps, and after the last one of the epoch
+            last = step == len(train_loader)
+            if last or done // global_batch % args.save_every == 0:
+                # DDP-2: an error if, for example, the loss was computed by model(...)
+                check_same_model(model)
+                dist.all_reduce(total)  # DDP-5: the sum over all ranks
+                if rank == 0:  # DDP-4: log and save on rank 0 only
+                    save_checkpoint(args.checkpoint, stateful, progress, must_match)
+                    tqdm.write(
+                        f"epoch {epoch}/{args.epochs}  {done / length:.0%}"
+                        f"  loss {total[0] / total[1]:.4f}"
+                    )
+                total.zero_()  # CKPT-4: so the next loss is the same after a resume
+            seed_step()  # CKPT-4: before the next batch is fetched and augmented
         seconds = time.perf_counter() - start
-        accuracy = evaluate(model, test_loader, device)
-        if rank == 0:  # DDP-4: log on rank 0 only
-            loss = progress["loss_sum"] / progress["images"]
-            rate = (progress["images"] - images_before) / seconds
+        accuracy = evaluate(model, test_loader, len(test_set), device)
+        if rank == 0:  # DDP-4: log and save on rank 0 only
+            rate = (length - done_before) / seconds
             print(
-                f"{title}  loss {loss:.4f}  accuracy {accuracy:.4f}  "
-                f"{seconds:.1f} s  {rate:.0f} images/s",
+                f"epoch {epoch}/{args.epochs}  accuracy {accuracy:.4f}"
+                f"  {seconds:.1f} s  {rate:.0f} images/s",
                 flush=True,
             )
-        if accuracy > progress["best"]:  # CKPT-1: on all ranks
-            progress["best"] = accuracy
-            if rank == 0:
-                save_file(model.state_dict(), args.best)
-        progress |= {"epoch": epoch + 1, "done": 0, "loss_sum": 0.0, "images": 0}
-        save()
-
-    # 6. Save
-    if rank == 0:  # DDP-4: save on rank 0 only
-        save_file(model.state_dict(), args.output)
-        print(f"finished after epoch {progress['epoch'] - 1}: {args.output}")
+            save_file(model.state_dict(), args.output)
+        progress["done"] = 0
 
 
 @torch.no_grad()
-def evaluate(model, test_loader, device):
+def evaluate(model, batches, length, device):
     """Return the fraction of the test set that the model classifies correctly."""
-    for buffer in model.buffers():  # DDP-5: all take BatchNorm's of rank 0
+    for buffer in model.buffers():  # DDP-5: all use rank 0's BatchNorm statistics
         dist.broadcast(buffer, src=0)
     model.eval()
     correct = []
-    for batch in test_loader:
+    for batch in batches:
         images, labels = [part.to(device, non_blocking=True) for part in batch]
         correct.append(model(images).argmax(1) == labels)
-    # DDP-5: join the results of all ranks
-    correct = gather_in_order(torch.cat(correct), len(test_loader.dataset))
-    return correct.sum().item() / len(correct)
+    # DDP-5: collect the results of all ranks
+    correct = gather_in_order(torch.cat(correct), length)
+    return correct.sum().item() / length
 
 
-def rest_of_epoch(length, seed, done):  # CKPT-4: in place of the sampler
-    """Return this rank's share of the indices that an epoch has left.
+def rest_of_epoch(length, seed, done):  # CKPT-4: what this rank has left of an epoch
+    """Return this rank's share of the indices after the first `done` of the epoch.
 
-    All ranks get equally many: the first indices of the epoch pad the last ones.
+    The epoch's first indices are the padding, so that all ranks have equally many.
     """
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
-    rest = order[done:].tolist()
-    rest += order[: -len(rest) % dist.get_world_size()].tolist()
-    return rest[dist.get_rank() :: dist.get_world_size()]
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    padding = order[: (done - length) % world_size]
+    return torch.cat([order[done:], padding])[rank::world_size].tolist()
 
 
-def save_file(content, path):  # CKPT-2: a kill leaves no half file
-    """Write a temporary file and rename it: path is always complete."""
-    path = path.resolve()  # a symlink stays one
+def save_checkpoint(path, stateful, progress, must_match):  # CKPT-1: on rank 0
+    state = {name: each.state_dict() for name, each in stateful.items()}
+    save_file(state | {"progress": progress, "must_match": must_match}, path)
+
+
+def save_file(content, path):  # CKPT-2: a kill in the middle leaves the old file
+    """Write a temporary file, then rename it, which replaces path in one step."""
     temporary = f"{path}.tmp"
     with open(temporary, "wb") as file:
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
-    # what cannot be loaded fails here, and not at the next start
+    # what weights_only rejects is an error now, and not when the run is resumed
     torch.load(temporary, "cpu", mmap=True, weights_only=True)
     os.replace(temporary, path)
 
 
-def load_checkpoint(path, stateful, progress, fingerprint):  # CKPT-3: and check it
-    """Load a checkpoint into stateful and progress.
-
-    Raises ValueError if it is damaged or of another run, and UnpicklingError if it has
-    more than tensors and plain values.
-    """
-    # torch.load does not look at the checksums
-    if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip():
+def load_checkpoint(path, stateful, progress, must_match):  # CKPT-3: on all ranks
+    """Load into stateful and progress; ValueError if it is damaged or another run's."""
+    if zipfile.ZipFile(path).testzip():  # torch.load does not compare the checksums
         raise ValueError(f"{path} is damaged")
-    state = torch.load(path, "cpu", mmap=True, weights_only=True)  # one copy per node
-    found = state.get("fingerprint")
-    if found != fingerprint:
-        raise ValueError(f"{path} has {found}, not {fingerprint}: move it away")
-    progress.update(state["progress"])
+    state = torch.load(path, "cpu", mmap=True, weights_only=True)  # shared by the ranks
+    if state["must_match"] != must_match:
+        raise ValueError(f"{path} has {state['must_match']}, not {must_match}")
     for name, each in stateful.items():
         each.load_state_dict(state[name])
-    if dist.get_rank() == 0:
-        ranks = dist.get_world_size()
-        print(f"resuming from {path} at {progress} on {ranks} ranks")
-
-
-def warmup_then_decay(fraction):
-    """The factor of the peak rate: it rises for 40 % of the run, then falls to 0."""
-    return max(0, min(fraction / 0.4, (1 - fraction) / 0.6))
-
-
-def main():
-    train(parse_args())
-    dist.destroy_process_group()  # DDP-1: only now, when train() has freed the model
+    progress.update(state["progress"])
 
 
 if __name__ == "__main__":
-    main()
+    train(parse_args())
+    dist.destroy_process_group()  # DDP-1: after train() has released the model

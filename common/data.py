@@ -1,4 +1,4 @@
-"""MNIST for every script: a local copy, a download, or else the bundled digits."""
+"""MNIST for every script, or the bundled digits if it cannot be downloaded."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 # 1,797 digits, each of 64 pixels and a label
 DIGITS = Path(__file__).resolve().with_name("digits.bin")
-BYTES = {  # of each file
+BYTES = {  # of each file of MNIST
     "train-images-idx3-ubyte": 47_040_016,
     "train-labels-idx1-ubyte": 60_008,
     "t10k-images-idx3-ubyte": 7_840_016,
@@ -20,64 +20,59 @@ BYTES = {  # of each file
 }
 
 
-def load_mnist(root, download=True):
+def load_mnist(folder=None, download=True):
     """Return the training and the test set.
 
-    Each has images (float32 [1, 28, 28], from 0 to 1) and labels (int64). All ranks of
-    a process group must call it, with download=True on one process per node, which
-    downloads what is missing in root/MNIST/raw while the others wait. If that fails on
-    any node, rank 0 logs why and all ranks get the bundled digits, as they do if root
-    is this folder.
+    Each has images (float32 [1, 28, 28], from 0 to 1) and labels (int64). All ranks
+    must call it, with download=True on one process per machine, which downloads what is
+    missing while the others wait. Raises FileNotFoundError on all ranks if that fails;
+    without a folder it is data/, and then all ranks get the bundled digits instead. The
+    folder common/ has the digits, too.
     """
-    problem = None
-    if download and root.resolve() != DIGITS.parent:
-        problem = download_mnist(root)
-    if dist.is_initialized():
-        problems = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        problem = next(filter(None, problems), None)
-    if problem and (not dist.is_initialized() or dist.get_rank() == 0):
-        print(f"{problem}: training on the 1,797 bundled digits", flush=True)
-    if problem or root.resolve() == DIGITS.parent:
+    if folder and folder.resolve() == DIGITS.parent:
         return load_digits()
-    files = [(root / "MNIST" / "raw" / name).read_bytes() for name in BYTES]
-    parts = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
+    raw = Path(folder or "data", "MNIST", "raw")
+    problems = [download_mnist(raw) if download else None]
+    if dist.is_initialized():  # collect the problems of all machines
+        problem, problems = problems[0], [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+    problem = next(filter(None, problems), None)
+    if problem and folder:
+        raise FileNotFoundError(problem)
+    if problem:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"{problem}: training on the 1,797 bundled digits", flush=True)
+        return load_digits()
+    files = [bytearray((raw / name).read_bytes()) for name in BYTES]
+    parts = [torch.frombuffer(file, dtype=torch.uint8) for file in files]
     return [
         # without the header of each file
-        TensorDataset(images[16:].view(-1, 1, 28, 28) * (1 / 255), labels[8:].long())
+        TensorDataset(images[16:].view(-1, 1, 28, 28) / 255, labels[8:].long())
         for images, labels in (parts[:2], parts[2:])
     ]
 
 
-def download_mnist(root):
-    """Download what is missing. Return None, or why this machine has no MNIST."""
-    raw = root / "MNIST" / "raw"
-
-    def is_complete():
-        for name, size in BYTES.items():
-            path = raw / name
-            if not path.is_file() or path.stat().st_size != size:
-                return False
-        return True
-
-    if is_complete():
+def download_mnist(raw):
+    """Download MNIST if a file is missing. Return None, or why there is no MNIST."""
+    files = {path.name: path.stat().st_size for path in raw.glob("*-ubyte")}
+    if BYTES.items() <= files.items():
         return None
-    socket.setdefaulttimeout(10)  # seconds, for a network that drops packets
+    missing = f"MNIST is not in {raw} on {socket.gethostname()}"
     try:
-        from torchvision.datasets import MNIST  # here, as the import takes a second
-
+        from torchvision.datasets import MNIST  # not above: the import takes a second
+    except (ImportError, RuntimeError) as error:  # missing, or made for another torch
+        return f"{missing}, and torchvision does not work ({error})"
+    socket.setdefaulttimeout(10)  # seconds: a firewall may drop packets
+    try:
         raw.mkdir(parents=True, exist_ok=True)
-        # files appear when they are complete
-        with tempfile.TemporaryDirectory(dir=root) as folder:
+        with tempfile.TemporaryDirectory(dir=raw) as folder:  # nobody sees half a file
             MNIST(folder, download=True)
             for name in BYTES:
                 os.replace(Path(folder, "MNIST", "raw", name), raw / name)
     except Exception as error:
-        host = socket.gethostname()
-        return f"MNIST is not in {root} on {host}, and the download failed ({error!r})"
+        return f"{missing}, and the download failed ({error})"
     finally:
         socket.setdefaulttimeout(None)
-    return None
 
 
 def load_digits():
@@ -85,11 +80,9 @@ def load_digits():
 
     1,438 are for training, each at nine positions, and 359 for testing.
     """
-    rows = torch.from_file(str(DIGITS), size=1797 * 65, dtype=torch.uint8)
-    rows = rows.view(1797, 65)
-    images = rows[:, :64].view(-1, 1, 8, 8) / 16
+    rows = torch.from_file(str(DIGITS), size=1797 * 65, dtype=torch.uint8).view(-1, 65)
+    images, labels = rows[:, :64].view(-1, 1, 8, 8) / 16, rows[:, 64].long()
     images = F.pad(F.interpolate(images, size=24, mode="bilinear"), (4, 4, 4, 4))
-    labels = rows[:, 64].long()
     shifted = [
         images[:1438, :, y : y + 28, x : x + 28] for y in (0, 2, 4) for x in (0, 2, 4)
     ]

@@ -1,0 +1,295 @@
+"""Train a sharded transformer under Slurm: it saves at a signal, a requeue resumes it.
+
+SCRIPT=07_slurm/fsdp.py sbatch 07_slurm/run.sh --amp --recompute
+torchrun --standalone --nproc-per-node=2 07_slurm/fsdp.py --amp --recompute
+"""
+
+import argparse
+import ctypes
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader, DistributedSampler
+from tqdm import tqdm
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder of common/
+from common.checks import check_equal, wait_for_file
+from common.data import load_mnist
+from common.gather import gather_in_order
+from common.model import VisionTransformer, warmup_then_decay
+from common.stops import StopSignals
+
+MAX_GRAD_NORM = 1.0
+
+
+def parse_args():
+    parser = argparse.ArgumentParser()
+    add = parser.add_argument
+    gpu = torch.cuda.is_available()
+    add("--epochs", type=int, default=3, help="default: %(default)s")
+    add("--batch-size", type=int, default=64, help="images per process: %(default)s")
+    add("--lr", type=float, default=0.006, help="peak rate for 256 images: %(default)s")
+    add("--seed", type=int, default=0)
+    add("--workers", type=int, default=0, help="per process: %(default)s")
+    add("--data-dir", type=Path, help="folder of MNIST; default: download it to data")
+    add("--output", type=Path, default="mnist.pt", help="weights: %(default)s")
+    add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
+    add("--amp", action="store_true", help="mixed precision: bfloat16")
+    # FSDP-1: the size of the model, and how to save memory
+    add("--width", type=int, default=64, help="features per patch: %(default)s")
+    add("--depth", type=int, default=3, help="blocks: %(default)s")
+    add("--recompute", action="store_true", help="less memory, slower")
+    add("--shards", type=int, help="ranks that hold one copy; default: all")
+    # CKPT-1: where and how often to save
+    add("--checkpoint", type=Path, default="checkpoint", help="one folder per run")
+    add("--save-every", type=int, default=100, help="steps: %(default)s")
+    return parser.parse_args()
+
+
+def train(args):
+    # 1. Setup
+    # SLURM-1: started by `srun python`, with MASTER_ADDR and MASTER_PORT exported
+    if "RANK" not in os.environ and "SLURM_PROCID" in os.environ:
+        os.environ["RANK"] = os.environ["SLURM_PROCID"]
+        os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
+        os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
+    # CKPT-1: Linux kills this process if torchrun dies (PR_SET_PDEATHSIG, SIGKILL)
+    ctypes.CDLL(None).prctl(1, 9)
+    # DDP-1: torchrun has set LOCAL_RANK, which is the number of the GPU on this machine
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if args.device == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    check_equal(**vars(args))  # DDP-1: an error if a machine has other options
+    if args.shards and world_size % args.shards:  # FSDP-2: copies of one size
+        raise ValueError(f"--shards {args.shards} does not divide {world_size} ranks")
+    torch.manual_seed(args.seed)
+    for path in (args.output, args.checkpoint):
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    # 2. Data
+    # DDP-3: one process per machine downloads, and each rank reads its own shard
+    train_set, test_set = load_mnist(args.data_dir, download=local_rank == 0)
+    length = len(train_set)
+    test_sampler = DistributedSampler(test_set, shuffle=False)
+    options = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}
+    test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
+
+    # 3. Model
+    # FSDP-1: rank 0 has the whole model; on meta a model has shapes, but no memory
+    whole = VisionTransformer(args.width, args.depth) if rank == 0 else None
+    with torch.device("meta"):
+        model = VisionTransformer(args.width, args.depth, args.recompute)
+    # FSDP-2: one copy of the model or several, each split into shards
+    mesh = init_device_mesh(args.device, (world_size,))
+    if args.shards:
+        size = (world_size // args.shards, args.shards)
+        mesh = init_device_mesh(args.device, size, mesh_dim_names=("copy", "shard"))
+    policy = MixedPrecisionPolicy()  # float32
+    if args.amp:  # compute in bfloat16; the shards and the sums stay in float32
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    # each block is all-gathered just before it computes, and freed after that
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    # FSDP-3: allocate the shards, then fill them with rank 0's weights
+    model.to_empty(device=device)
+    weights = whole.state_dict() if rank == 0 else {}
+    # other strides, such as those of channels_last, would arrive permuted
+    weights = {name: each.contiguous() for name, each in weights.items()}
+    from_rank0 = dcp_state.StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True
+    )
+    dcp_state.set_model_state_dict(model, weights, options=from_rank0)
+    for name, buffer in model.named_buffers():  # some are in no state_dict()
+        if rank == 0:
+            buffer.copy_(whole.get_buffer(name))
+        dist.broadcast(buffer, src=0)
+    del whole, weights
+    torch.manual_seed(args.seed + rank)  # DDP-3: each rank draws different noise
+
+    # 4. Loss and optimizer
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+    global_batch = args.batch_size * world_size  # DDP-3: images per step of all ranks
+    # square-root scaling, for Adam: arXiv:2205.10287
+    lr = args.lr * (global_batch / 256) ** 0.5
+    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.05)
+    # CKPT-4: kept here, because loading a checkpoint overwrites group["lr"]
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    # CKPT-1: what a checkpoint contains besides the model and the optimizer
+    progress = {"epoch": 1, "done": 0}  # done: images of this epoch, over all ranks
+    # CKPT-3: what must be the same when a run is resumed
+    must_match = {"length": length, "seed": args.seed, "lr": args.lr}
+    load_newest(args.checkpoint, model, optimizer, progress, must_match)
+    check_equal(length=length, **progress)  # CKPT-3: all ranks read the same files
+    if progress["epoch"] > args.epochs:
+        raise ValueError(f"{args.checkpoint} has {progress}: give more --epochs")
+    if rank == 0:  # DDP-4: log on rank 0 only
+        print(f"starting at {progress} on {world_size} ranks", flush=True)
+
+    def seed_step():  # CKPT-4: a seed for each step, so a resumed run draws the same
+        seen = (progress["epoch"] - 1) * length + progress["done"]
+        torch.manual_seed(args.seed + seen * world_size + rank)
+
+    # 5. Train and evaluate
+    stops = StopSignals()  # STOP-1: from here on, a signal only sets a flag
+    for epoch in range(progress["epoch"], args.epochs + 1):
+        progress["epoch"] = epoch
+        # CKPT-4: the rest of this epoch, in place of DistributedSampler
+        shard = rest_of_epoch(length, args.seed + epoch, progress["done"])
+        train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options)
+        model.train()
+        start, done_before = time.perf_counter(), progress["done"]
+        # the sum of the losses, and the number of images
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        # DDP-4: a progress bar on rank 0 only, and there (None) only on a terminal
+        hide = True if rank > 0 else None
+        batches = stops.iterate(train_loader)  # STOP-1: its workers get no signals
+        seed_step()  # CKPT-4: after iter(), which draws a number as well
+        batches = tqdm(batches, f"epoch {epoch}", leave=False, disable=hide)
+        for step, batch in enumerate(batches, start=1):
+            images, labels = [part.to(device, non_blocking=True) for part in batch]
+            optimizer.zero_grad()
+            loss = criterion(model(images).float(), labels)
+            loss.backward()  # FSDP-2: each rank gets its shards of the mean gradient
+            # FSDP-2: the norm of all shards
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            # CKPT-4: the rate follows the images, as the number of ranks may change
+            done = min(progress["done"] + global_batch, length)
+            middle = (progress["done"] + done) / 2 / length  # of the step, in the epoch
+            fraction = (epoch - 1 + middle) / args.epochs
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * warmup_then_decay(fraction)
+            optimizer.step()
+            total[0] += loss.detach() * len(labels)
+            total[1] += len(labels)
+            progress["done"] = done
+            # CKPT-1: save every N steps, and after the last one of the epoch
+            last = step == len(train_loader)
+            stop = stops.vote()  # STOP-1: the same answer on all ranks
+            if stop or last or done // global_batch % args.save_every == 0:
+                for name, weight in model.named_parameters():
+                    if weight.to_local().isnan().any():
+                        raise ValueError(f"{name} has a NaN")
+                save_checkpoint(args.checkpoint, model, optimizer, progress, must_match)
+                dist.all_reduce(total)  # DDP-5: the sum over all ranks
+                if rank == 0:  # DDP-4: log on rank 0 only
+                    tqdm.write(
+                        f"epoch {epoch}/{args.epochs}  {done / length:.0%}"
+                        f"  loss {total[0] / total[1]:.4f}"
+                    )
+                total.zero_()  # CKPT-4: so the next loss is the same after a resume
+            if stop:  # STOP-1: wait for the save, as torchrun ends all when one ends
+                if rank == 0:
+                    tqdm.write("stopped: the same command resumes")
+                dist.barrier()
+                return 1
+            seed_step()  # CKPT-4: before the next batch is fetched and augmented
+        seconds = time.perf_counter() - start
+        accuracy = evaluate(model, stops.iterate(test_loader), len(test_set), device)
+        if rank == 0:  # DDP-4: log on rank 0 only
+            rate = (length - done_before) / seconds
+            print(
+                f"epoch {epoch}/{args.epochs}  accuracy {accuracy:.4f}"
+                f"  {seconds:.1f} s  {rate:.0f} images/s",
+                flush=True,
+            )
+        progress["done"] = 0
+
+    # 6. Save
+    save_whole(model, args.output)  # FSDP-4: on all ranks
+
+
+@torch.no_grad()
+def evaluate(model, batches, length, device):
+    """Return the fraction of the test set that the model classifies correctly."""
+    for buffer in model.buffers():  # DDP-5: all use rank 0's BatchNorm statistics
+        dist.broadcast(buffer, src=0)
+    model.eval()
+    correct = []
+    for batch in batches:
+        images, labels = [part.to(device, non_blocking=True) for part in batch]
+        correct.append(model(images).argmax(1) == labels)
+    # DDP-5: collect the results of all ranks
+    correct = gather_in_order(torch.cat(correct), length)
+    return correct.sum().item() / length
+
+
+def rest_of_epoch(length, seed, done):  # CKPT-4: what this rank has left of an epoch
+    """Return this rank's share of the indices after the first `done` of the epoch.
+
+    The epoch's first indices are the padding, so that all ranks have equally many.
+    """
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    padding = order[: (done - length) % world_size]
+    return torch.cat([order[done:], padding])[rank::world_size].tolist()
+
+
+def save_whole(model, path):  # FSDP-4: all ranks take part, rank 0 gets the weights
+    to_rank0 = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp_state.get_model_state_dict(model, options=to_rank0)
+    if dist.get_rank() == 0:
+        torch.save(weights, f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)  # CKPT-2: a kill leaves no half file
+
+
+def save_checkpoint(folder, model, optimizer, progress, must_match):
+    """Write a checkpoint on all ranks, then delete all but the newest two."""
+    path = folder / "epoch-{epoch:06}-done-{done:012}".format(**progress)
+    if dist.get_rank() == 0:  # on a parallel disk two ranks that make it may fail
+        path.mkdir(parents=True, exist_ok=True)
+    wait_for_file(path)
+    # FSDP-5: each rank writes its shards, and last of all rank 0 writes .metadata
+    dcp.save(state_of(model, optimizer, progress, must_match), checkpoint_id=path)
+    if dist.get_rank() == 0:
+        complete = sorted(file.parent for file in folder.glob("epoch-*/.metadata"))
+        for old in folder.glob("epoch-*-done-*"):
+            if old < complete[-2:][0]:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def load_newest(folder, model, optimizer, progress, must_match):
+    """Load the newest complete checkpoint, if any, on any number of ranks."""
+    newest = [max(folder.glob("epoch-*/.metadata"), default=None)]
+    dist.broadcast_object_list(newest)  # another machine may see it late
+    if newest[0] and wait_for_file(newest[0]):
+        state = state_of(model, optimizer, progress, dict(must_match))
+        dcp.load(state, checkpoint_id=newest[0].parent)  # FSDP-5: in place, into state
+        if state["must_match"] != must_match:
+            raise ValueError(f"{folder} has {state['must_match']}, not {must_match}")
+        weights, moments = state["model"], state["optimizer"]
+        dcp_state.set_state_dict(
+            model, optimizer, model_state_dict=weights, optim_state_dict=moments
+        )
+        progress.update(state["progress"])
+
+
+def state_of(model, optimizer, progress, must_match):  # FSDP-5: of this rank's shards
+    weights, moments = dcp_state.get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    return state | {"progress": progress, "must_match": must_match}
+
+
+if __name__ == "__main__":
+    code = train(parse_args())
+    if dist.get_backend() == "gloo":
+        time.sleep(
+            0.1
+        )  # DTensor keeps Gloo's threads, and a busy one may abort the exit
+    dist.destroy_process_group()  # DDP-1: after train() has released the model
+    sys.exit(code)  # STOP-1: 1 after a stop

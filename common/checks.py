@@ -1,0 +1,61 @@
+"""Errors for ranks that differ. All ranks must call these checks together."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from common.gather import all_gather
+
+
+def check_equal(**values):
+    """Raise ValueError on all ranks, naming the value, if one differs between them."""
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, values)
+    for name in values:
+        found = [each[name] for each in every]
+        if any(value != found[0] for value in found):
+            found = sorted({f"{value}" for value in found})
+            raise ValueError(f"{name} differs between the ranks: {found}")
+
+
+def check_same_model(model):
+    """Raise ValueError if a weight is NaN, or a weight or a gradient is not rank 0's.
+
+    It compares up to 64 numbers of each tensor. They may differ by a thousandth of the
+    norm of these numbers, because unlike CPUs round differently.
+    """
+    names, samples = [], []
+    for name, weight in model.named_parameters():
+        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        for kind, tensor in (("weight", weight.detach()), ("gradient", gradient)):
+            sample = tensor.to_dense().flatten()[:: tensor.numel() // 64 + 1].double()
+            if kind == "gradient":  # inf and NaN are normal where a GradScaler is used
+                sample = sample.nan_to_num()
+            samples.append(torch.stack([sample, sample.norm().expand_as(sample)]))
+            names += [f"the {kind} of {name}"] * len(sample)
+    sample, norm = all_gather(torch.cat(samples, dim=1)).unbind(1)
+    close = (sample - sample[0]).abs() <= 1e-3 * norm[0]
+    differs = ~(close | (sample == sample[0])).all(0)  # NaN is not equal to itself
+    if differs.any():
+        name = names[differs.nonzero()[0]]
+        raise ValueError(f"{name} differs between the ranks, or is NaN")
+
+
+def wait_for_file(path, seconds=90):
+    """Return whether a file exists, once all ranks agree: NFS may show it late.
+
+    Raises TimeoutError if they still do not agree after so many seconds. Then the file
+    is not on a disk that all machines share.
+    """
+    for _ in range(seconds):
+        try:
+            found = bool(path.stat())
+        except FileNotFoundError:  # exists() could hide an error of the disk
+            found = False
+        seen = [None] * dist.get_world_size()
+        dist.all_gather_object(seen, found)
+        if len(set(seen)) == 1:
+            return found
+        time.sleep(1)
+    raise TimeoutError(f"{seen.count(False)} ranks do not see {path}")
