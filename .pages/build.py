@@ -1,71 +1,59 @@
-"""Write .pages/site/: a map, scripts side by side, a finder for errors, the READMEs.
+"""Write .pages/site/: a map, scripts side by side, a finder for errors, the pages.
 
     pip install -r .pages/requirements.txt && python .pages/build.py
 
-Then open .pages/site/index.html. From the READMEs are the notes (sections such as
-"### DDP-3: ..."), the texts of the map (the first table), and the finder's rows (tables
-with a column "symptom").
+Then open .pages/site/index.html. The notes are the sections of the READMEs such as
+"### DDP-3: ...", the finder's rows are those of tables with a column "symptom".
 """
 
 import os
 import re
 import shutil
 from collections import namedtuple
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from string import Template
 
 import pygments
 from markdown_it import MarkdownIt
 from markdown_it.tree import SyntaxTreeNode
-from pairs import (
-    MARK,
-    MARKS,
-    SCRIPTS,
-    TEXT,
-    TRAIN,
-    added,
-    depth,
-    line,
-    removed,
-    row,
-    rows,
-    runs,
-)
+from pairs import MARK, Script, marks_of, pair, show
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 
-HERE, SITE = Path(".pages"), Path(".pages/site")
-TABS = {
-    "01-04": "one process → DDP",
-    "04-06": "DDP → checkpoints",
-    "06-07": "checkpoints → stops",
-    "06-08": "checkpoints → Docker",
-    "06-fsdp": "copies → shards",
-    "01-02": "one process → spawn",
-    "02-03": "spawn → two machines",
+ROOT = Path(__file__).resolve().parents[1]
+HERE, SITE = ROOT / ".pages", ROOT / ".pages/site"
+SCRIPTS = {
+    path.parent.name[:2]: path
+    for path in (*ROOT.glob("0*/train.py"), ROOT / "05_model_parallel/fsdp.py")
 }
-HOME = {SCRIPTS[name[3:]]: f"{name}.html" for name in TABS}
+SCRIPTS["fsdp"] = ROOT / "07_slurm/fsdp.py"
+TABS = {
+    ("01", "04"): "one process → DDP",
+    ("04", "06"): "DDP → checkpoints",
+    ("06", "07"): "checkpoints → stops",
+    ("06", "08"): "checkpoints → Docker",
+    ("04", "05"): "DDP → FSDP",
+    ("07", "fsdp"): "stops → FSDP",
+    ("01", "02"): "one process → spawn",
+    ("02", "03"): "spawn → two machines",
+}
+HOME = {SCRIPTS[new]: f"{old}-{new}.html" for old, new in TABS}
 HOME[SCRIPTS["01"]] = "01-04.html"
-PAGES = []
-for pattern in ("*.md", "0*/*.md", "tests/**/*.md", ".github/*.md"):
-    PAGES += sorted(Path().glob(pattern))
-# texts: each paragraph, and each item of a list
-Note = namedtuple("Note", "title page texts")
-# its note is above the line `begin`; own: it is of the README of the script
-Step = namedtuple("Step", "mark note runs begin own")
+Note = namedtuple("Note", "title link html")
 
 
 def address(path):
     """The page of a file of the repository; a file that has none is copied."""
     if path in HOME:
         return HOME[path]
+    if path.is_dir() and not (path / "README.md").exists():
+        return "index.html"
     if path.is_dir():
         path = path / "README.md"
-    name = path.as_posix().removesuffix("README.md").strip("/.") or "README"
-    name = name.replace("/", "-")
-    if path in PAGES:
-        return f"{name}.html"
+    name = path.relative_to(ROOT).as_posix().replace("/", "-").lstrip(".")
+    if path.suffix == ".md":
+        return name.replace("-README.md", ".md").replace(".md", ".html")
     if path.suffix not in (".svg", ".png"):
         name += ".txt"  # a browser shows it
     shutil.copy(path, SITE / name)
@@ -86,282 +74,181 @@ def render(*nodes):
     return MARKDOWN.renderer.render(tokens, MARKDOWN.options, {})
 
 
-def cells_of(table):
-    """The cells of a table as HTML, row by row."""
-    rows = [row for part in table.children for row in part.children]
-    return [[render(*cell.children) for cell in row.children] for row in rows]
-
-
-class Readme:
-    """A README as HTML, its notes about steps, its tables, each with its address."""
+class Page:
+    """A page as HTML, its notes about marks, and its rows of symptoms."""
 
     def __init__(self, path):
-        self.page = address(path)
-        self.notes, self.tables = {}, []
+        self.name, self.notes, self.symptoms = address(path), {}, ""
         tokens = MARKDOWN.parse(path.read_text("utf-8"))
         for opening, token in pairwise(tokens):
             for child in token.children or ():
-                for name in {"href", "src"} & child.attrs.keys():
-                    child.attrs[name] = self.address_of(child.attrs[name], path)
+                for key in {"href", "src"} & child.attrs.keys():
+                    child.attrs[key] = target(child.attrs[key], path)
             if opening.type == "heading_open":
                 title = "".join(child.content for child in token.children)
                 anchor = re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
                 opening.attrs["id"] = anchor
         tree = SyntaxTreeNode(tokens)
-        self.html = re.sub(
-            rf"(<h3 [^>]*>)({MARK.pattern})(?=: )",
-            r'\1<a href="marks.html#\2">\2</a>',
-            render(tree),
-        )
-        self.collect(tree)
-
-    @staticmethod
-    def address_of(link, path):
-        """Where a link of the README at path leads to on the site."""
-        file, sign, anchor = link.partition("#")
-        if file.startswith("http"):
-            return link
-        if file:
-            path = Path(os.path.normpath(path.parent / file))
-        return address(path) + sign + anchor
-
-    def collect(self, tree):
-        """Set notes and tables."""
+        self.html = render(tree)
+        mark = None
         for node in tree.children:
             if node.type == "heading":
-                place = f"{self.page}#{node.attrs['id']}"
                 title = re.sub("<[^>]*>", "", render(*node.children))
-                texts = []
-                if re.match(rf"{MARK.pattern}: ", title):
-                    self.notes[MARK.match(title)[0]] = Note(title, self.page, texts)
-            elif node.type == "paragraph":
-                texts.append(render(node))
-            elif node.type == "bullet_list":
-                texts += [f"<ul>{render(item)}</ul>" for item in node.children]
+                place = f"{self.name}#{node.attrs['id']}"
+                mark, colon, _ = title.partition(": ")
+                mark = mark if colon and MARK.fullmatch(mark) else None
+                if mark:
+                    self.notes[mark] = Note(title, place, "")
+            elif node.type in ("paragraph", "bullet_list") and mark:
+                note = self.notes[mark]
+                self.notes[mark] = note._replace(html=note.html + render(node))
             elif node.type == "table":
-                self.tables.append((place, cells_of(node)))
+                self.symptoms += symptoms(node, place)
 
 
-def steps_of(old, new):
-    """The steps that new adds, in order.
-
-    A note is above the first lines of its step, but not of those above train().
-    """
-    readme = readmes[SCRIPTS[new].with_name("README.md")]
-    steps = []
-    for mark, found in runs(old, new).items():
-        own = mark in readme.notes
-        if own:
-            note = readme.notes[mark]
-        elif mark in all_notes and mark not in MARKS[old]:
-            note = all_notes[mark]
-        else:
-            continue
-        begins = [run[0] for run in found]
-        in_train = [begin for begin in begins if begin >= TRAIN[new]]
-        begin = in_train[0] if in_train else begins[0]
-        steps.append(Step(mark, note, found, begin, own))
-    return sorted(steps, key=lambda step: step.begin)
+def target(link, path):
+    """Where a link of the page at path leads to on the site."""
+    file, sign, anchor = link.partition("#")
+    if file.startswith("http"):
+        return link
+    if file:
+        path = Path(os.path.normpath(path.parent / file))
+    return address(path) + sign + anchor
 
 
-def line_of_item(new, step, text):
-    """The first line of the step that has the `code` with which an item begins.
-
-    Or the first one of its statement and of the comment above.
-    """
-    found = re.match(r"(?s)<ul>.*?<code>\W*(\w+)", text)
-    if not found or not step.own:
-        return step.begin
-    for run in step.runs:
-        for n in run:
-            code = TEXT[new][n].split("# ")[0]
-            if n >= TRAIN[new] and re.search(rf"\b{found[1]}\b", code):
-                return begin_of_statement(new, run, n)
-    return step.begin
+def symptoms(table, place):
+    """The rows of a table as items of a list, if its first column has symptoms."""
+    rows = [row for part in table.children for row in part.children]
+    columns, *body = [[render(*cell.children) for cell in row.children] for row in rows]
+    if columns[0] != "symptom":
+        return ""
+    link = f'<a href="{place}">{place.partition(".")[0]}</a>'
+    return "".join("<li><p>" + "\n<p>".join([*cells, link]) for cells in body)
 
 
-def begin_of_statement(script, run, n):
-    # where the outermost bracket that is open in line n is; or line n, if none is
-    above = [k for k in reversed(run) if k <= n]
-    first = max(above, key=lambda k: depth(script, range(k, n)))
-    while first - 1 in run and TEXT[script][first - 1].lstrip().startswith("#"):
-        first -= 1
-    return first
-
-
-def links_to(new, runs):
-    """The numbers of the lines, such as 72, 74–77."""
-    links = []
-    for run in runs:
-        first, last = run[0] + 1, run[-1] + 1
-        words = f"{first}" if first == last else f"{first}–{last}"
-        links.append(f'<a href="#{new}-{first}">{words}</a>')
-    return ", ".join(links)
-
-
-def notes_of(new, step, look):
-    """By line: the note, and items of its lists above the first line of their code."""
-    texts = {step.begin: ""}
-    for text in step.note.texts:
-        n = line_of_item(new, step, text)
-        texts[n] = texts.get(n, "") + text
-    title = f"<b>{step.note.title}</b>"
-    if not step.own:
-        title += f" (a note of {step.note.page[:2]})"
-    is_open = " open" if step.own else ""
-    whole = (
-        f"<details{is_open}><summary>{title}</summary>{texts.pop(step.begin)}"
-        f"<p class=soft>Lines of {new}: {links_to(new, step.runs)} · "
-        f'<a href="marks.html#{step.mark}">{step.mark} in all scripts</a></details>'
-    )
-    name = f"{new}-{step.mark}"
-    shown = {
-        step.begin: f'</section><section class=step id="{name}">'
-        f'<aside class={look} id="{name}-0">{whole}</aside>'
-    }
-    for n, text in texts.items():
-        band = f"<b>{step.mark}</b>{text}"
-        shown[n] = f'<aside class={look} id="{name}-{n}">{band}</aside>'
-    return shown
-
-
-def pair(old, new, steps):
-    """Two scripts as rows of lines; what is above train() and the notes is folded."""
-    notes, looks = {}, {}
-    for k, step in enumerate(steps):
-        notes |= notes_of(new, step, f"t{k}")
-        for run in step.runs:
-            looks |= dict.fromkeys(run, f"t{k}")
-    top = min([TRAIN[new], *notes])
-    shown = []
-    end = None  # of the folded rows
-    for _, block in groupby(rows(old, new), lambda each: each.equal):
-        block = [*block]
-        colours = [looks.get(each.new, "") for each in block]
-        first = len(shown)  # of this row and those above it without a new line
-        for n, each in enumerate(block):
-            # a removed line has the colour of what replaces it
-            nearest = [*colours[n:], *colours[n::-1]]
-            look = next(filter(None, nearest), "")
-            shown.append(row(old, new, each, look))
-            if each.new is not None:
-                shown[first] = notes.get(each.new, "") + shown[first]
-                if each.new >= top and end is None:
-                    end = first
-                first = len(shown)
-    fresh = len(added(rows(old, new)[:end])) or "none"
-    fold = (
-        f"<details class=fold><summary>The first {top} lines, with imports and "
-        f"options; {fresh} of them new (key o)</summary>"
-        f"{''.join(shown[:end])}</details>"
-    )
-    return f"<main><section>{fold}{''.join(shown[end:])}</section></main>"
-
-
-def size(old, new):
-    more, less = len(added(rows(old, new))), len(removed(rows(old, new)))
+def size(rows):
+    more = sum(not row.equal and row.new is not None for row in rows)
+    less = sum(not row.equal and row.old is not None for row in rows)
     if more or less:
         return f"<b>+{more}</b> <i>−{less}</i> lines"
     return "same train.py"
 
 
-def branch(script):
-    """A box of the map, with an arrow to each script that is based on it."""
-    path = SCRIPTS[script]
-    wants, adds = purposes[path.parent.name]
-    shown = ""
-    for name in TABS:
-        old, new = name.split("-")
-        if old == script:
-            arrow = f'<a class=arrow href="{name}.html">{size(old, new)}</a>'
-            shown += f"<li>{arrow}{branch(new)}"
-    words = str(path).split("/train")[0]
-    link = f'<a href="{address(path.with_name("README.md"))}">{words}</a>'
-    texts = f"<p>to {wants}<p class=soft>It adds {adds}."
-    return f"<div class=box>{link}{texts}</div><ul>{shown}</ul>"
+class Pair:
+    """Two scripts side by side, with the notes of the lines that the second adds."""
+
+    def __init__(self, old, new, own_notes, notes):
+        self.old, self.new = old, new
+        self.rows = pair(old, new)
+        self.links = {mark: note.link for mark, note in (notes | own_notes).items()}
+        # by the line above which a note is: its mark, the note, the lines of its colour
+        steps = {}
+        for mark, lines in marks_of(self.rows, new).items():
+            note = own_notes.get(mark)
+            if mark not in old.marks:
+                note = note or notes.get(mark)
+            if note:  # not above train(), if it has lines in it
+                begin = next((n for n in lines if n >= new.train), lines[0])
+                steps[begin] = mark, note, lines
+        self.steps = dict(sorted(steps.items()))
+
+    def chips(self):
+        """A link to each note."""
+        chips = ""
+        for k, (mark, note, _) in enumerate(self.steps.values()):
+            words = note.title.partition(": ")[2]
+            link = f'<a class="chip t{k % 6}" href="#{mark}">'
+            chips += f"{link}<b>{mark}</b> {words}</a>"
+        return chips
+
+    def body(self):
+        """The rows, those above train() folded, with the notes."""
+        looks, notes = {}, {}
+        for k, (begin, (mark, note, lines)) in enumerate(self.steps.items()):
+            looks |= dict.fromkeys(lines, f"t{k % 6}")
+            title = f'<a href="{note.link}">{note.title}</a>'
+            band = f'<aside class=t{k % 6} id="{mark}">'
+            notes[begin] = f"{band}{title}{note.html}</aside>"
+        top = min([self.new.train, *notes])
+        part = shown = []
+        folded, look = [], ""
+        # upwards, as a removed line has the colour of the line below
+        for row in reversed(self.rows):
+            if row.new is not None:
+                look = looks.get(row.new, "")
+            if row.new is not None and row.new < top:
+                part = folded
+            part += [show(row, self.old, self.new, look, self.links)]
+            part += [notes.get(row.new, "")]
+        more = size([row for row in self.rows if row.new is not None and row.new < top])
+        fold = f"<details><summary>Imports and options: {more}</summary>"
+        parts = [fold, *reversed(folded), "</details>", *reversed(shown)]
+        return f"<main>{''.join(parts)}</main>"
 
 
-def everywhere(mark):
-    """The note of a step, and its lines in all scripts."""
-    shown = f"<h2>{mark}</h2>"
-    if mark in all_notes:
-        note = all_notes[mark]
-        shown = f"<h2>{note.title}</h2>" + "".join(note.texts)
-    for script, path in SCRIPTS.items():
-        if mark not in MARKS[script]:
-            continue
-        n = MARKS[script].index(mark)
-        place = address(path)
-        if path in HOME:
-            place += f"#{script}-{n + 1}"
-        shown += f'<h3><a href="{place}">{path}</a></h3><div class=lines>'
-        for run in runs("01", script).get(mark, [[n]]):
-            shown += "".join(line(script, n) for n in run)
-        shown += "</div>"
-    return f'<section class=everywhere id="{mark}">{shown}</section>'
+def branch(name, scripts, pairs):
+    """A script of the map, and below it those that are based on it."""
+    script = scripts[name]
+    words = script.path.relative_to(ROOT)
+    readme = address(script.path.with_name("README.md"))
+    shown = f'<a href="{readme}">{words}</a> {script.purpose}<ul>'
+    for (old, new), each in pairs.items():
+        if old == name:
+            arrow = f'<a class=size href="{HOME[SCRIPTS[new]]}">{size(each.rows)}</a>'
+            shown += f"<li>{arrow} {branch(new, scripts, pairs)}"
+    return f"{shown}</ul>"
+
+
+def write(name, title, body):
+    """Write a page of the site, with the tabs above."""
+    tabs = ""
+    for pair_of, words in TABS.items():
+        file = f"{'-'.join(pair_of)}.html"
+        here = " aria-current=page" if file == name else ""
+        tabs += f'<a href="{file}"{here}>{words}</a>'
+    html = template("page").substitute(title=title, tabs=tabs, body=body)
+    (SITE / name).write_text(html, "utf-8")
 
 
 def template(name):
     return Template((HERE / f"{name}.html").read_text("utf-8"))
 
 
-def write(name, title, body):
-    here = tabs.replace(f'"{name}"', f'"{name}" aria-current=page')
-    html = template("page").substitute(title=title, tabs=here, body=body)
-    (SITE / name).write_text(html, "utf-8")
+def main():
+    shutil.rmtree(SITE, ignore_errors=True)
+    SITE.mkdir()
+    for name in ("style.css", "page.js", "find.js"):
+        shutil.copy(HERE / name, SITE)
+    patterns = ("*.md", "0*/*.md", "tests/**/*.md", ".github/*.md")
+    paths = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    pages = {path: Page(path) for path in paths}
+    for path, page in pages.items():
+        title = path.relative_to(ROOT)
+        write(page.name, title, f"<article>{page.html}</article>")
+    notes = {}
+    for page in pages.values():  # those of 04 replace those of 02
+        notes |= page.notes
+    scripts = {name: Script(path) for name, path in SCRIPTS.items()}
+    pairs = {}
+    for (old, new), words in TABS.items():
+        own = pages[SCRIPTS[new].with_name("README.md")]
+        each = Pair(scripts[old], scripts[new], own.notes, notes)
+        pairs[old, new] = each
+        head = template("pair").substitute(
+            title=words,
+            left=each.old.path.relative_to(ROOT),
+            right=each.new.path.relative_to(ROOT),
+            lead=each.new.purpose,
+            page=own.name,
+            size=size(each.rows),
+            chips=each.chips(),
+        )
+        write(f"{old}-{new}.html", words, head + each.body())
+    tree = branch("01", scripts, pairs)
+    write("index.html", "The scripts", template("index").substitute(map=tree))
+    rows = "".join(page.symptoms for page in pages.values())
+    write("find.html", "Find an error", template("find").substitute(rows=rows))
 
 
-def write_pair(name):
-    old, new = name.split("-")
-    title = f"{old} → {new}: {TABS[name]}"
-    steps = steps_of(old, new)
-    chips = ""
-    for k, step in enumerate(steps):
-        words = step.note.title.partition(": ")[2]
-        link = f'<a class="chip t{k}" href="#{new}-{step.mark}">'
-        chips += f"{link}<b>{step.mark}</b> <span>{words}</span></a>"
-    readme = readmes[SCRIPTS[new].with_name("README.md")]
-    head = template("pair").substitute(
-        title=title,
-        left=SCRIPTS[old],
-        right=SCRIPTS[new],
-        lead=readme.html.partition("<p>")[2].partition("</p>")[0],
-        old=old,
-        new=new,
-        page=readme.page,
-        size=size(old, new),
-        chips=chips,
-    )
-    write(f"{name}.html", title, head + pair(old, new, steps))
-
-
-def write_finder():
-    symptoms = ""
-    for readme in readmes.values():
-        for place, (columns, *body) in readme.tables:
-            if columns[0] == "symptom":
-                link = f'<a href="{place}">{place.partition(".")[0]}</a>'
-                for cells in body:
-                    symptoms += "<li><p>" + "\n<p>".join([*cells, link])
-    write("find.html", "Find an error", template("find").substitute(rows=symptoms))
-
-
-shutil.rmtree(SITE, ignore_errors=True)
-not_shown = shutil.ignore_patterns("site", "*.html", "*.[pt]*", "__*")
-shutil.copytree(HERE, SITE, ignore=not_shown)
-tabs = "".join(f'<a href="{name}.html">{words}</a>' for name, words in TABS.items())
-readmes = {path: Readme(path) for path in PAGES}
-all_notes = {}
-for readme in readmes.values():
-    all_notes |= readme.notes
-_, (_, *folders) = readmes[Path("README.md")].tables[0]
-purposes = {re.sub("<[^>]*>", "", folder): texts for folder, *texts in folders}
-for name in TABS:
-    write_pair(name)
-write("index.html", "The scripts", template("index").substitute(map=branch("01")))
-for path, readme in readmes.items():
-    write(readme.page, path, f"<article>{readme.html}</article>")
-found = {mark for marks in MARKS.values() for mark in marks if mark}
-bodies = [everywhere(mark) for mark in sorted(found)]
-write("marks.html", "A step in all scripts", "".join(bodies))
-write_finder()
+if __name__ == "__main__":
+    main()

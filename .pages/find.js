@@ -4,7 +4,7 @@ const NO_CAUSE = [ // lines, or parts of lines, that choose a row only if nothin
   /^.*(exitcode|received by pid).*$/gm, // how a process ended
   // that something failed: torchrun, Slurm, NCCL's watchdog, a stack of C++
   /^frame #.*$|^.*(childfailederror|error_file|(closing|death|got) signal|exited with exit code|terminating stepid).*$|process group watchdog.*exception: /gm,
-  /^.*(warning|and the download failed).*$|^\W?[wi]\d{3,4}\b.*$|^info\b.*$/gm, // warnings
+  /^.*(warning|training on the 1,797 bundled digits).*$|^\W?[wi]\d{3,4}\b.*$|^info\b.*$/gm, // warnings
   /^.*destroy_process_group\(\) was not called.*$/gm,
   // what healthy jobs print: torchrun's banner, NCCL's version, W&B, a progress bar
   /^.*(setting omp_num_threads|\*{9}|distributed\/run\.py: \d+\]|^nccl version|nccl info (nccl version|.*closed by localrank)|^wandb).*$|\d+%\|.*?\]/gm];

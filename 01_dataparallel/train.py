@@ -58,11 +58,11 @@ def train(args):
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    # square-root scaling, for Adam: arXiv:2205.10287
+    # square-root scaling of the rate, for Adam: arXiv:2205.10287
     lr = args.lr * (args.batch_size / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     steps = args.epochs * len(train_loader)
-    # at the middle of each step, so that no step has a rate of 0
+    # taken at the middle of a step, so that no step has a rate of 0
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_then_decay((step + 0.5) / steps)
     )

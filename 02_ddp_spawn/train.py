@@ -63,7 +63,7 @@ def train(local_rank, args):  # DDP-0: in each process
     args.output.parent.mkdir(parents=True, exist_ok=True)
 
     # 2. Data
-    # DDP-3: one process downloads, and each rank reads its own shard
+    # DDP-3: one process per machine downloads, and each rank reads its own shard
     train_set, test_set = load_mnist(args.data_dir, download=local_rank == 0)
     sampler = DistributedSampler(train_set, seed=args.seed)
     test_sampler = DistributedSampler(test_set, shuffle=False)
@@ -83,11 +83,11 @@ def train(local_rank, args):  # DDP-0: in each process
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     global_batch = args.batch_size * world_size  # DDP-3: images per step of all ranks
-    # square-root scaling, for Adam: arXiv:2205.10287
+    # square-root scaling of the rate, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     steps = args.epochs * len(train_loader)
-    # at the middle of each step, so that no step has a rate of 0
+    # taken at the middle of a step, so that no step has a rate of 0
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_then_decay((step + 0.5) / steps)
     )
@@ -99,7 +99,7 @@ def train(local_rank, args):  # DDP-0: in each process
         start = time.perf_counter()
         # the sum of the losses, and the number of images
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        # DDP-4: a progress bar on rank 0 only, and there (None) only on a terminal
+        # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
         hide = True if rank > 0 else None
         for batch in tqdm(train_loader, f"epoch {epoch}", leave=False, disable=hide):
             images, labels = [part.to(device, non_blocking=True) for part in batch]
@@ -111,7 +111,7 @@ def train(local_rank, args):  # DDP-0: in each process
             scheduler.step()
             total[0] += loss.detach() * len(labels)
             total[1] += len(labels)
-        # DDP-2: an error if, for example, the loss was computed by model(...)
+        # DDP-2: raises if weights are NaN or differ, as by a loss of model(...)
         check_same_model(model)
         dist.all_reduce(total)  # DDP-5: the sum over all ranks
         loss = (total[0] / total[1]).item()  # waits for the GPU
@@ -132,7 +132,7 @@ def train(local_rank, args):  # DDP-0: in each process
 @torch.no_grad()
 def evaluate(model, batches, length, device):
     """Return the fraction of the test set that the model classifies correctly."""
-    for buffer in model.buffers():  # DDP-5: all use rank 0's BatchNorm statistics
+    for buffer in model.buffers():  # DDP-5: rank 0's, such as BatchNorm's statistics
         dist.broadcast(buffer, src=0)
     model.eval()
     correct = []

@@ -1,4 +1,4 @@
-"""Train a vision transformer on MNIST with FSDP2: each rank holds a shard of it.
+"""Train a vision transformer on MNIST with FSDP2: as DDP, but a rank holds a shard.
 
 torchrun --standalone --nproc-per-node=2 05_model_parallel/fsdp.py --amp --recompute
 """
@@ -40,10 +40,10 @@ def parse_args():
     add("--output", type=Path, default="mnist.pt", help="weights: %(default)s")
     add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     add("--amp", action="store_true", help="mixed precision: bfloat16")
-    # FSDP-1: the size of the model, and how to save memory
+    # FSDP-1: the size; recompute: compute activations again in backward, keep none
     add("--width", type=int, default=64, help="features per patch: %(default)s")
     add("--depth", type=int, default=3, help="blocks: %(default)s")
-    add("--recompute", action="store_true", help="less memory, slower")
+    add("--recompute", action="store_true", help="of activations: less memory")
     return parser.parse_args()
 
 
@@ -73,18 +73,20 @@ def train(args):
     test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
     # 3. Model
-    # FSDP-1: rank 0 has the whole model; on meta a model has shapes, but no memory
+    # FSDP-1: rank 0 makes the whole model; on meta a model has shapes, but no memory
     whole = VisionTransformer(args.width, args.depth) if rank == 0 else None
     with torch.device("meta"):
         model = VisionTransformer(args.width, args.depth, args.recompute)
-    # FSDP-2: each rank keeps a shard of each parameter, gradient and moment
-    mesh = init_device_mesh(args.device, (world_size,))
+    # FSDP-2: each rank has a shard of each weight, gradient and moment: none are equal
+    mesh = init_device_mesh(args.device, (world_size,))  # all ranks in one row
     policy = MixedPrecisionPolicy()  # float32
-    if args.amp:  # compute in bfloat16; the shards and the sums stay in float32
+    if args.amp:  # in place of autocast; the shards and the sums stay in float32
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-    # each block is all-gathered just before it computes, and freed after that
+    # a block is whole only while it computes; model, the last, has all other layers
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy)  # all ranks must call model()
+        # or torch 2.8 on the CPU takes the sum of the gradients for their mean
+        module.set_force_sum_reduction_for_comms(args.device == "cpu")
     # FSDP-3: allocate the shards, then fill them with rank 0's weights
     model.to_empty(device=device)
     weights = whole.state_dict() if rank == 0 else {}
@@ -94,7 +96,7 @@ def train(args):
         full_state_dict=True, broadcast_from_rank0=True
     )
     dcp_state.set_model_state_dict(model, weights, options=from_rank0)
-    for name, buffer in model.named_buffers():  # some are in no state_dict()
+    for name, buffer in model.named_buffers():  # state_dict() may lack some
         if rank == 0:
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, src=0)
@@ -104,11 +106,11 @@ def train(args):
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     global_batch = args.batch_size * world_size  # DDP-3: images per step of all ranks
-    # square-root scaling, for Adam: arXiv:2205.10287
+    # square-root scaling of the rate, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.05)
     steps = args.epochs * len(train_loader)
-    # at the middle of each step, so that no step has a rate of 0
+    # taken at the middle of a step, so that no step has a rate of 0
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_then_decay((step + 0.5) / steps)
     )
@@ -120,15 +122,14 @@ def train(args):
         start = time.perf_counter()
         # the sum of the losses, and the number of images
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        # DDP-4: a progress bar on rank 0 only, and there (None) only on a terminal
+        # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
         hide = True if rank > 0 else None
         for batch in tqdm(train_loader, f"epoch {epoch}", leave=False, disable=hide):
             images, labels = [part.to(device, non_blocking=True) for part in batch]
             optimizer.zero_grad()
-            loss = criterion(model(images).float(), labels)
+            loss = criterion(model(images).float(), labels)  # as autocast does
             loss.backward()  # FSDP-2: each rank gets its shards of the mean gradient
-            # FSDP-2: the norm of all shards
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)  # on all ranks
             optimizer.step()
             scheduler.step()
             total[0] += loss.detach() * len(labels)
@@ -145,7 +146,7 @@ def train(args):
             )
 
     # 6. Save
-    # FSDP-4: all ranks take part, and rank 0 gets the whole weights
+    # FSDP-4: all ranks take part, and rank 0 gets the whole weights in CPU memory
     to_rank0 = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp_state.get_model_state_dict(model, options=to_rank0)
     if rank == 0:  # DDP-4: save on rank 0 only
@@ -155,7 +156,7 @@ def train(args):
 @torch.no_grad()
 def evaluate(model, batches, length, device):
     """Return the fraction of the test set that the model classifies correctly."""
-    for buffer in model.buffers():  # DDP-5: all use rank 0's BatchNorm statistics
+    for buffer in model.buffers():  # DDP-5: rank 0's, such as BatchNorm's statistics
         dist.broadcast(buffer, src=0)
     model.eval()
     correct = []
@@ -170,7 +171,5 @@ def evaluate(model, batches, length, device):
 if __name__ == "__main__":
     train(parse_args())
     if dist.get_backend() == "gloo":
-        time.sleep(
-            0.1
-        )  # DTensor keeps Gloo's threads, and a busy one may abort the exit
+        time.sleep(0.1)  # FSDP keeps Gloo's threads; a busy one may abort the exit
     dist.destroy_process_group()  # DDP-1: after train() has released the model

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Two processes: two copies of a network, each split by hand across two devices
+# Two processes; each has a copy of the network, split by hand across two devices:
 #   bash 05_model_parallel/run.sh --chunks 8
-# The other ways, with one process per GPU, or two; a pipeline always has two
-#   SCRIPT=fsdp.py bash 05_model_parallel/run.sh --checkpoint fsdp-run1
+# The other ways, with one process per GPU, or two on the CPU:
+#   SCRIPT=fsdp.py bash 05_model_parallel/run.sh --amp --recompute
 #   SCRIPT=tensor_parallel.py bash 05_model_parallel/run.sh
+# A pipeline of two stages, or of three with NPROC=3:
 #   SCRIPT=pipeline.py bash 05_model_parallel/run.sh --schedule 1f1b
 set -eu
 script=${SCRIPT:-train.py}

@@ -106,11 +106,11 @@ def train(args):
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     global_batch = args.batch_size * world_size  # DDP-3: images per step of all ranks
-    # square-root scaling, for Adam: arXiv:2205.10287
+    # square-root scaling of the rate, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     steps = args.epochs * len(train_loader)
-    # at the middle of each step, so that no step has a rate of 0
+    # taken at the middle of a step, so that no step has a rate of 0
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_then_decay((step + 0.5) / steps)
     )
@@ -122,7 +122,7 @@ def train(args):
         start = time.perf_counter()
         # the sum of the losses, and the number of images
         total = torch.zeros(2, dtype=torch.float64, device=second)
-        # DDP-4: a progress bar on rank 0 only, and there (None) only on a terminal
+        # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
         hide = True if rank > 0 else None
         for batch in tqdm(train_loader, f"epoch {epoch}", leave=False, disable=hide):
             images, labels = batch
@@ -157,7 +157,7 @@ def train(args):
 @torch.no_grad()
 def evaluate(model, batches, length):
     """Return the fraction of the test set that the model classifies correctly."""
-    for buffer in model.buffers():  # DDP-5: all use rank 0's BatchNorm statistics
+    for buffer in model.buffers():  # DDP-5: rank 0's, such as BatchNorm's statistics
         dist.broadcast(buffer, src=0)
     model.eval()
     first, second = model.devices

@@ -1,4 +1,4 @@
-"""Train a sharded transformer under Slurm: it saves at a signal, a requeue resumes it.
+"""Train a sharded transformer under Slurm: it stops at a signal, and resumes.
 
 SCRIPT=07_slurm/fsdp.py sbatch 07_slurm/run.sh --amp --recompute
 torchrun --standalone --nproc-per-node=2 07_slurm/fsdp.py --amp --recompute
@@ -45,12 +45,12 @@ def parse_args():
     add("--output", type=Path, default="mnist.pt", help="weights: %(default)s")
     add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     add("--amp", action="store_true", help="mixed precision: bfloat16")
-    # FSDP-1: the size of the model, and how to save memory
+    # FSDP-1: the size; recompute: compute activations again in backward, keep none
     add("--width", type=int, default=64, help="features per patch: %(default)s")
     add("--depth", type=int, default=3, help="blocks: %(default)s")
-    add("--recompute", action="store_true", help="less memory, slower")
+    add("--recompute", action="store_true", help="of activations: less memory")
     add("--shards", type=int, help="ranks that hold one copy; default: all")
-    # CKPT-1: where and how often to save
+    # CKPT-1: one path per run: what is there is resumed
     add("--checkpoint", type=Path, default="checkpoint", help="one folder per run")
     add("--save-every", type=int, default=100, help="steps: %(default)s")
     return parser.parse_args()
@@ -58,12 +58,12 @@ def parse_args():
 
 def train(args):
     # 1. Setup
-    # SLURM-1: started by `srun python`, with MASTER_ADDR and MASTER_PORT exported
+    # SLURM-1: `srun python`, without torchrun: you export MASTER_ADDR and MASTER_PORT
     if "RANK" not in os.environ and "SLURM_PROCID" in os.environ:
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
-    # CKPT-1: Linux kills this process if torchrun dies (PR_SET_PDEATHSIG, SIGKILL)
+    # CKPT-1: die with torchrun (PR_SET_PDEATHSIG, SIGKILL): an orphan could still save
     ctypes.CDLL(None).prctl(1, 9)
     # DDP-1: torchrun has set LOCAL_RANK, which is the number of the GPU on this machine
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -91,21 +91,23 @@ def train(args):
     test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
     # 3. Model
-    # FSDP-1: rank 0 has the whole model; on meta a model has shapes, but no memory
+    # FSDP-1: rank 0 makes the whole model; on meta a model has shapes, but no memory
     whole = VisionTransformer(args.width, args.depth) if rank == 0 else None
     with torch.device("meta"):
         model = VisionTransformer(args.width, args.depth, args.recompute)
-    # FSDP-2: one copy of the model or several, each split into shards
-    mesh = init_device_mesh(args.device, (world_size,))
+    # FSDP-2: one copy of the model, or several, as DDP has, on --shards neighbours each
+    mesh = init_device_mesh(args.device, (world_size,))  # all ranks in one row
     if args.shards:
         size = (world_size // args.shards, args.shards)
         mesh = init_device_mesh(args.device, size, mesh_dim_names=("copy", "shard"))
     policy = MixedPrecisionPolicy()  # float32
-    if args.amp:  # compute in bfloat16; the shards and the sums stay in float32
+    if args.amp:  # in place of autocast; the shards and the sums stay in float32
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-    # each block is all-gathered just before it computes, and freed after that
+    # a block is whole only while it computes; model, the last, has all other layers
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy)  # all ranks must call model()
+        # or torch 2.8 on the CPU takes the sum of the gradients for their mean
+        module.set_force_sum_reduction_for_comms(args.device == "cpu")
     # FSDP-3: allocate the shards, then fill them with rank 0's weights
     model.to_empty(device=device)
     weights = whole.state_dict() if rank == 0 else {}
@@ -115,7 +117,7 @@ def train(args):
         full_state_dict=True, broadcast_from_rank0=True
     )
     dcp_state.set_model_state_dict(model, weights, options=from_rank0)
-    for name, buffer in model.named_buffers():  # some are in no state_dict()
+    for name, buffer in model.named_buffers():  # state_dict() may lack some
         if rank == 0:
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, src=0)
@@ -125,23 +127,24 @@ def train(args):
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     global_batch = args.batch_size * world_size  # DDP-3: images per step of all ranks
-    # square-root scaling, for Adam: arXiv:2205.10287
+    # square-root scaling of the rate, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.05)
-    # CKPT-4: kept here, because loading a checkpoint overwrites group["lr"]
+    # CKPT-4: peaks of this start: loading sets lr, weight_decay, ... as they were saved
     peaks = [group["lr"] for group in optimizer.param_groups]
-    # CKPT-1: what a checkpoint contains besides the model and the optimizer
+    # CKPT-1: saved besides the model and the optimizer
     progress = {"epoch": 1, "done": 0}  # done: images of this epoch, over all ranks
-    # CKPT-3: what must be the same when a run is resumed
+    # CKPT-3: must be equal at a resume; ranks, --batch-size and --epochs may change
     must_match = {"length": length, "seed": args.seed, "lr": args.lr}
+    must_match["tensors"] = len(model.state_dict())  # DCP would load a part
     load_newest(args.checkpoint, model, optimizer, progress, must_match)
-    check_equal(length=length, **progress)  # CKPT-3: all ranks read the same files
+    check_equal(length=length, **progress)  # CKPT-3: all have the same data and file
     if progress["epoch"] > args.epochs:
         raise ValueError(f"{args.checkpoint} has {progress}: give more --epochs")
     if rank == 0:  # DDP-4: log on rank 0 only
         print(f"starting at {progress} on {world_size} ranks", flush=True)
 
-    def seed_step():  # CKPT-4: a seed for each step, so a resumed run draws the same
+    def seed_step():  # CKPT-4: on as many ranks a resumed run draws the same noise
         seen = (progress["epoch"] - 1) * length + progress["done"]
         torch.manual_seed(args.seed + seen * world_size + rank)
 
@@ -149,42 +152,41 @@ def train(args):
     stops = StopSignals()  # STOP-1: from here on, a signal only sets a flag
     for epoch in range(progress["epoch"], args.epochs + 1):
         progress["epoch"] = epoch
-        # CKPT-4: the rest of this epoch, in place of DistributedSampler
+        # CKPT-4: the rest of the epoch; there is none if only its evaluation was missed
         shard = rest_of_epoch(length, args.seed + epoch, progress["done"])
         train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options)
         model.train()
         start, done_before = time.perf_counter(), progress["done"]
         # the sum of the losses, and the number of images
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        # DDP-4: a progress bar on rank 0 only, and there (None) only on a terminal
+        # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
         hide = True if rank > 0 else None
+        seed_step()  # CKPT-4: iter() seeds workers, which draw other noise if resumed
         batches = stops.iterate(train_loader)  # STOP-1: its workers get no signals
-        seed_step()  # CKPT-4: after iter(), which draws a number as well
         batches = tqdm(batches, f"epoch {epoch}", leave=False, disable=hide)
+        seed_step()  # CKPT-4: again, because iter() has drawn a number
         for step, batch in enumerate(batches, start=1):
             images, labels = [part.to(device, non_blocking=True) for part in batch]
             optimizer.zero_grad()
-            loss = criterion(model(images).float(), labels)
+            loss = criterion(model(images).float(), labels)  # as autocast does
             loss.backward()  # FSDP-2: each rank gets its shards of the mean gradient
-            # FSDP-2: the norm of all shards
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)  # on all ranks
             # CKPT-4: the rate follows the images, as the number of ranks may change
             done = min(progress["done"] + global_batch, length)
             middle = (progress["done"] + done) / 2 / length  # of the step, in the epoch
-            fraction = (epoch - 1 + middle) / args.epochs
+            fraction = (epoch - 1 + middle) / args.epochs  # it falls with more --epochs
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * warmup_then_decay(fraction)
             optimizer.step()
             total[0] += loss.detach() * len(labels)
             total[1] += len(labels)
             progress["done"] = done
-            # CKPT-1: save every N steps, and after the last one of the epoch
+            # CKPT-1: on all ranks: every N steps of the epoch, and after its last one
             last = step == len(train_loader)
-            stop = stops.vote()  # STOP-1: the same answer on all ranks
+            stop = stops.vote()  # STOP-1: all leave together, or some would hang
             if stop or last or done // global_batch % args.save_every == 0:
-                for name, weight in model.named_parameters():
-                    if weight.to_local().isnan().any():
-                        raise ValueError(f"{name} has a NaN")
+                if any(part.to_local().isnan().any() for part in model.parameters()):
+                    raise ValueError("a weight is NaN: nothing is saved")
                 save_checkpoint(args.checkpoint, model, optimizer, progress, must_match)
                 dist.all_reduce(total)  # DDP-5: the sum over all ranks
                 if rank == 0:  # DDP-4: log on rank 0 only
@@ -193,7 +195,7 @@ def train(args):
                         f"  loss {total[0] / total[1]:.4f}"
                     )
                 total.zero_()  # CKPT-4: so the next loss is the same after a resume
-            if stop:  # STOP-1: wait for the save, as torchrun ends all when one ends
+            if stop:  # STOP-1: wait for the save: torchrun kills all ranks if one fails
                 if rank == 0:
                     tqdm.write("stopped: the same command resumes")
                 dist.barrier()
@@ -211,13 +213,13 @@ def train(args):
         progress["done"] = 0
 
     # 6. Save
-    save_whole(model, args.output)  # FSDP-4: on all ranks
+    save_whole(model, args.output)  # FSDP-4: once, as it gathers all weights
 
 
 @torch.no_grad()
 def evaluate(model, batches, length, device):
     """Return the fraction of the test set that the model classifies correctly."""
-    for buffer in model.buffers():  # DDP-5: all use rank 0's BatchNorm statistics
+    for buffer in model.buffers():  # DDP-5: rank 0's, such as BatchNorm's statistics
         dist.broadcast(buffer, src=0)
     model.eval()
     correct = []
@@ -232,7 +234,7 @@ def evaluate(model, batches, length, device):
 def rest_of_epoch(length, seed, done):  # CKPT-4: what this rank has left of an epoch
     """Return this rank's share of the indices after the first `done` of the epoch.
 
-    The epoch's first indices are the padding, so that all ranks have equally many.
+    Ranks take turns, so that these are used up. The first ones pad the last ones.
     """
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -249,16 +251,16 @@ def save_whole(model, path):  # FSDP-4: all ranks take part, rank 0 gets the wei
 
 
 def save_checkpoint(folder, model, optimizer, progress, must_match):
-    """Write a checkpoint on all ranks, then delete all but the newest two."""
-    path = folder / "epoch-{epoch:06}-done-{done:012}".format(**progress)
-    if dist.get_rank() == 0:  # on a parallel disk two ranks that make it may fail
+    """Write a checkpoint on all ranks, then delete all before the newest two."""
+    path = folder / "epoch-{epoch:06}-done-{done:012}".format(**progress)  # sortable
+    if dist.get_rank() == 0:  # on a parallel disk mkdir by several ranks may fail
         path.mkdir(parents=True, exist_ok=True)
     wait_for_file(path)
     # FSDP-5: each rank writes its shards, and last of all rank 0 writes .metadata
     dcp.save(state_of(model, optimizer, progress, must_match), checkpoint_id=path)
     if dist.get_rank() == 0:
         complete = sorted(file.parent for file in folder.glob("epoch-*/.metadata"))
-        for old in folder.glob("epoch-*-done-*"):
+        for old in folder.glob("epoch-*-done-*"):  # also what a kill left incomplete
             if old < complete[-2:][0]:
                 shutil.rmtree(old, ignore_errors=True)
 
@@ -266,20 +268,20 @@ def save_checkpoint(folder, model, optimizer, progress, must_match):
 def load_newest(folder, model, optimizer, progress, must_match):
     """Load the newest complete checkpoint, if any, on any number of ranks."""
     newest = [max(folder.glob("epoch-*/.metadata"), default=None)]
-    dist.broadcast_object_list(newest)  # another machine may see it late
-    if newest[0] and wait_for_file(newest[0]):
-        state = state_of(model, optimizer, progress, dict(must_match))
-        dcp.load(state, checkpoint_id=newest[0].parent)  # FSDP-5: in place, into state
+    dist.broadcast_object_list(newest)  # rank 0's: others may see it late
+    [path] = newest
+    if path and wait_for_file(path):
+        state = state_of(model, optimizer, progress, dict(must_match))  # a copy
+        dcp.load(state, checkpoint_id=path.parent)  # FSDP-5: into what is in state
         if state["must_match"] != must_match:
             raise ValueError(f"{folder} has {state['must_match']}, not {must_match}")
         weights, moments = state["model"], state["optimizer"]
         dcp_state.set_state_dict(
             model, optimizer, model_state_dict=weights, optim_state_dict=moments
         )
-        progress.update(state["progress"])
 
 
-def state_of(model, optimizer, progress, must_match):  # FSDP-5: of this rank's shards
+def state_of(model, optimizer, progress, must_match):  # FSDP-5: DTensors, with shards
     weights, moments = dcp_state.get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments}
     return state | {"progress": progress, "must_match": must_match}
@@ -288,8 +290,6 @@ def state_of(model, optimizer, progress, must_match):  # FSDP-5: of this rank's 
 if __name__ == "__main__":
     code = train(parse_args())
     if dist.get_backend() == "gloo":
-        time.sleep(
-            0.1
-        )  # DTensor keeps Gloo's threads, and a busy one may abort the exit
+        time.sleep(0.1)  # FSDP keeps Gloo's threads; a busy one may abort the exit
     dist.destroy_process_group()  # DDP-1: after train() has released the model
-    sys.exit(code)  # STOP-1: 1 after a stop
+    sys.exit(code)  # STOP-1: 1 after a stop, so that run.sh requeues the job

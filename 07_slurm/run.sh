@@ -1,24 +1,25 @@
 #!/usr/bin/env bash
 # From the repository's root: sbatch 07_slurm/run.sh --epochs 5
-#SBATCH --job-name=mnist --output=%x-%j.log --open-mode=append
+#SBATCH --job-name=mnist --output=%x-%j.log --open-mode=append # one log, also when requeued
 #SBATCH --nodes=2 --gpus-per-node=4 --cpus-per-task=32 --time=01:00:00 # EDIT
 #SBATCH --ntasks-per-node=1 # torchrun starts one process per GPU
-#SBATCH --requeue --signal=TERM@120 # seconds for a step, an evaluation and a save
+#SBATCH --requeue --signal=TERM@120 # seconds before the limit: a step, an evaluation, a save
 # module load python; . .venv/bin/activate # EDIT, and delete the first #
 run=${RUN:-mnist-$SLURM_JOB_ID} # names the files: a requeued job keeps its ID
 written() { stat -Lc %Y "$run.ckpt" 2>/dev/null; }
 before=$(written)
-case "$*" in *--check*) echo "set RUN=name in place of --checkpoint" && exit 2 ;; esac
+case "$*" in *--check*) echo "set RUN=name instead of --checkpoint" && exit 2 ;; esac
 address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds to save; before torch 2.12 it is 30
-trap '' TERM # ignored here, as this shell waits for srun, which forwards it
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # until torchrun kills; before torch 2.12 always 30
+trap '' TERM # this shell must outlive the signal: it waits for srun
 
+# one torchrun per node; if one fails, all end; each job has a port of its own
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun \
   --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="${NPROC:-gpu}" --rdzv-backend=c10d \
   --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$address:$((10000 + SLURM_JOB_ID % 20000))" \
   "${SCRIPT:-07_slurm/train.py}" --checkpoint "$run.ckpt" --output "$run.pt" "$@" && exit
 
-# stopped or failed: requeue if a new checkpoint was written and nobody cancelled the job
+# stopped or failed: requeue if it has saved (no endless loop) and nobody cancelled it
 if [ "$(written)" != "$before" ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi

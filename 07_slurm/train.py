@@ -1,4 +1,4 @@
-"""Train a ConvNet on MNIST under Slurm: it saves at a signal, and a requeue resumes it.
+"""Train a ConvNet on MNIST under Slurm: it stops at a signal, a requeued job resumes.
 
 sbatch 07_slurm/run.sh --epochs 5
 torchrun --standalone --nproc-per-node=2 07_slurm/train.py --epochs 5
@@ -43,7 +43,7 @@ def parse_args():
     add("--compile", action="store_true", help="slower start, faster steps")
     # DDP-2: for small batches per GPU
     add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")
-    # CKPT-1: where and how often to save
+    # CKPT-1: one path per run: what is there is resumed
     add("--checkpoint", type=Path, default="checkpoint.pt", help="one file per run")
     add("--save-every", type=int, default=100, help="steps: %(default)s")
     return parser.parse_args()
@@ -51,12 +51,12 @@ def parse_args():
 
 def train(args):
     # 1. Setup
-    # SLURM-1: started by `srun python`, with MASTER_ADDR and MASTER_PORT exported
+    # SLURM-1: `srun python`, without torchrun: you export MASTER_ADDR and MASTER_PORT
     if "RANK" not in os.environ and "SLURM_PROCID" in os.environ:
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
-    # CKPT-1: Linux kills this process if torchrun dies (PR_SET_PDEATHSIG, SIGKILL)
+    # CKPT-1: die with torchrun (PR_SET_PDEATHSIG, SIGKILL): an orphan could still save
     ctypes.CDLL(None).prctl(1, 9)
     # DDP-1: torchrun has set LOCAL_RANK, which is the number of the GPU on this machine
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -93,25 +93,25 @@ def train(args):
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     global_batch = args.batch_size * world_size  # DDP-3: images per step of all ranks
-    # square-root scaling, for Adam: arXiv:2205.10287
+    # square-root scaling of the rate, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr)
-    # CKPT-4: kept here, because loading a checkpoint overwrites group["lr"]
+    # CKPT-4: peaks of this start: loading sets lr, weight_decay, ... as they were saved
     peaks = [group["lr"] for group in optimizer.param_groups]
-    # CKPT-1: what a checkpoint contains: objects with a state_dict(), and plain values
+    # CKPT-1: saved: what has a state_dict() (model, not ddp_model), and plain values
     stateful = {"model": model, "optimizer": optimizer}
     progress = {"epoch": 1, "done": 0}  # done: images of this epoch, over all ranks
-    # CKPT-3: what must be the same when a run is resumed
+    # CKPT-3: must be equal at a resume; ranks, --batch-size and --epochs may change
     must_match = {"length": length, "seed": args.seed, "lr": args.lr}
-    if wait_for_file(args.checkpoint):
+    if wait_for_file(args.checkpoint):  # CKPT-3: on all ranks, as DDP sent only weights
         load_checkpoint(args.checkpoint, stateful, progress, must_match)
-    check_equal(length=length, **progress)  # CKPT-3: all ranks read the same files
+    check_equal(length=length, **progress)  # CKPT-3: all have the same data and file
     if progress["epoch"] > args.epochs:
         raise ValueError(f"{args.checkpoint} has {progress}: give more --epochs")
     if rank == 0:  # DDP-4: log on rank 0 only
         print(f"starting at {progress} on {world_size} ranks", flush=True)
 
-    def seed_step():  # CKPT-4: a seed for each step, so a resumed run draws the same
+    def seed_step():  # CKPT-4: on as many ranks a resumed run draws the same noise
         seen = (progress["epoch"] - 1) * length + progress["done"]
         torch.manual_seed(args.seed + seen * world_size + rank)
 
@@ -119,18 +119,19 @@ def train(args):
     stops = StopSignals()  # STOP-1: from here on, a signal only sets a flag
     for epoch in range(progress["epoch"], args.epochs + 1):
         progress["epoch"] = epoch
-        # CKPT-4: the rest of this epoch, in place of DistributedSampler
+        # CKPT-4: the rest of the epoch; there is none if only its evaluation was missed
         shard = rest_of_epoch(length, args.seed + epoch, progress["done"])
         train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options)
         model.train()
         start, done_before = time.perf_counter(), progress["done"]
         # the sum of the losses, and the number of images
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        # DDP-4: a progress bar on rank 0 only, and there (None) only on a terminal
+        # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
         hide = True if rank > 0 else None
+        seed_step()  # CKPT-4: iter() seeds workers, which draw other noise if resumed
         batches = stops.iterate(train_loader)  # STOP-1: its workers get no signals
-        seed_step()  # CKPT-4: after iter(), which draws a number as well
         batches = tqdm(batches, f"epoch {epoch}", leave=False, disable=hide)
+        seed_step()  # CKPT-4: again, because iter() has drawn a number
         for step, batch in enumerate(batches, start=1):
             images, labels = [part.to(device, non_blocking=True) for part in batch]
             optimizer.zero_grad()
@@ -140,28 +141,28 @@ def train(args):
             # CKPT-4: the rate follows the images, as the number of ranks may change
             done = min(progress["done"] + global_batch, length)
             middle = (progress["done"] + done) / 2 / length  # of the step, in the epoch
-            fraction = (epoch - 1 + middle) / args.epochs
+            fraction = (epoch - 1 + middle) / args.epochs  # it falls with more --epochs
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * warmup_then_decay(fraction)
             optimizer.step()
             total[0] += loss.detach() * len(labels)
             total[1] += len(labels)
             progress["done"] = done
-            # CKPT-1: save every N steps, and after the last one of the epoch
+            # CKPT-1: on all ranks: every N steps of the epoch, and after its last one
             last = step == len(train_loader)
-            stop = stops.vote()  # STOP-1: the same answer on all ranks
+            stop = stops.vote()  # STOP-1: all leave together, or some would hang
             if stop or last or done // global_batch % args.save_every == 0:
-                # DDP-2: an error if, for example, the loss was computed by model(...)
+                # DDP-2: raises if weights are NaN or differ, as by a loss of model(...)
                 check_same_model(model)
                 dist.all_reduce(total)  # DDP-5: the sum over all ranks
-                if rank == 0:  # DDP-4: log and save on rank 0 only
+                if rank == 0:  # DDP-4: the others wait for rank 0 in the next step
                     save_checkpoint(args.checkpoint, stateful, progress, must_match)
                     tqdm.write(
                         f"epoch {epoch}/{args.epochs}  {done / length:.0%}"
                         f"  loss {total[0] / total[1]:.4f}"
                     )
                 total.zero_()  # CKPT-4: so the next loss is the same after a resume
-            if stop:  # STOP-1: wait for the save, as torchrun ends all when one ends
+            if stop:  # STOP-1: wait for the save: torchrun kills all ranks if one fails
                 if rank == 0:
                     tqdm.write("stopped: the same command resumes")
                 dist.barrier()
@@ -183,7 +184,7 @@ def train(args):
 @torch.no_grad()
 def evaluate(model, batches, length, device):
     """Return the fraction of the test set that the model classifies correctly."""
-    for buffer in model.buffers():  # DDP-5: all use rank 0's BatchNorm statistics
+    for buffer in model.buffers():  # DDP-5: rank 0's, such as BatchNorm's statistics
         dist.broadcast(buffer, src=0)
     model.eval()
     correct = []
@@ -198,7 +199,7 @@ def evaluate(model, batches, length, device):
 def rest_of_epoch(length, seed, done):  # CKPT-4: what this rank has left of an epoch
     """Return this rank's share of the indices after the first `done` of the epoch.
 
-    The epoch's first indices are the padding, so that all ranks have equally many.
+    Ranks take turns, so that these are used up. The first ones pad the last ones.
     """
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -217,17 +218,17 @@ def save_file(content, path):  # CKPT-2: a kill in the middle leaves the old fil
     with open(temporary, "wb") as file:
         torch.save(content, file)
         file.flush()
-        os.fsync(file.fileno())
-    # what weights_only rejects is an error now, and not when the run is resumed
+        os.fsync(file.fileno())  # on the disk before the rename, if the power fails
+    # weights_only takes tensors and plain values: fail now, and not at the resume
     torch.load(temporary, "cpu", mmap=True, weights_only=True)
     os.replace(temporary, path)
 
 
 def load_checkpoint(path, stateful, progress, must_match):  # CKPT-3: on all ranks
-    """Load into stateful and progress; ValueError if it is damaged or another run's."""
+    """Load into stateful and progress. Raises if it is damaged or of another run."""
     if zipfile.ZipFile(path).testzip():  # torch.load does not compare the checksums
         raise ValueError(f"{path} is damaged")
-    state = torch.load(path, "cpu", mmap=True, weights_only=True)  # shared by the ranks
+    state = torch.load(path, "cpu", mmap=True, weights_only=True)  # one per machine
     if state["must_match"] != must_match:
         raise ValueError(f"{path} has {state['must_match']}, not {must_match}")
     for name, each in stateful.items():
@@ -238,4 +239,4 @@ def load_checkpoint(path, stateful, progress, must_match):  # CKPT-3: on all ran
 if __name__ == "__main__":
     code = train(parse_args())
     dist.destroy_process_group()  # DDP-1: after train() has released the model
-    sys.exit(code)  # STOP-1: 1 after a stop
+    sys.exit(code)  # STOP-1: 1 after a stop, so that run.sh requeues the job

@@ -1,4 +1,4 @@
-"""Errors for ranks that differ. All ranks must call these checks together."""
+"""Checks that raise an error if ranks differ. All ranks must call them together."""
 
 import time
 
@@ -9,7 +9,7 @@ from common.gather import all_gather
 
 
 def check_equal(**values):
-    """Raise ValueError on all ranks, naming the value, if one differs between them."""
+    """Raise ValueError on all ranks if a value differs, and name the value."""
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, values)
     for name in values:
@@ -20,17 +20,17 @@ def check_equal(**values):
 
 
 def check_same_model(model):
-    """Raise ValueError if a weight is NaN, or a weight or a gradient is not rank 0's.
+    """Raise ValueError if a weight is NaN, or a weight or gradient is not rank 0's.
 
-    It compares up to 64 numbers of each tensor. They may differ by a thousandth of the
-    norm of these numbers, because unlike CPUs round differently.
+    Up to 64 numbers of each tensor are compared. They may differ by 0.001 of their
+    norm, because different CPU models round differently.
     """
     names, samples = [], []
     for name, weight in model.named_parameters():
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
         for kind, tensor in (("weight", weight.detach()), ("gradient", gradient)):
             sample = tensor.to_dense().flatten()[:: tensor.numel() // 64 + 1].double()
-            if kind == "gradient":  # inf and NaN are normal where a GradScaler is used
+            if kind == "gradient":  # a GradScaler makes inf and NaN normal
                 sample = sample.nan_to_num()
             samples.append(torch.stack([sample, sample.norm().expand_as(sample)]))
             names += [f"the {kind} of {name}"] * len(sample)
@@ -43,10 +43,10 @@ def check_same_model(model):
 
 
 def wait_for_file(path, seconds=90):
-    """Return whether a file exists, once all ranks agree: NFS may show it late.
+    """Return whether a file exists, when all ranks agree: NFS may show it late.
 
-    Raises TimeoutError if they still do not agree after so many seconds. Then the file
-    is not on a disk that all machines share.
+    Raises TimeoutError if they still disagree after so many seconds. Then the machines
+    do not share this disk.
     """
     for _ in range(seconds):
         try:

@@ -24,10 +24,9 @@ def load_mnist(folder=None, download=True):
     """Return the training and the test set.
 
     Each has images (float32 [1, 28, 28], from 0 to 1) and labels (int64). All ranks
-    must call it, with download=True on one process per machine, which downloads what is
-    missing while the others wait. Raises FileNotFoundError on all ranks if that fails;
-    without a folder it is data/, and then all ranks get the bundled digits instead. The
-    folder common/ has the digits, too.
+    must call it, with download=True on one process per machine, which downloads missing
+    files while the others wait. If that fails, all ranks raise FileNotFoundError, or,
+    if no folder was given, get the bundled digits. The folder common/ means the digits.
     """
     if folder and folder.resolve() == DIGITS.parent:
         return load_digits()
@@ -61,7 +60,7 @@ def download_mnist(raw):
     try:
         from torchvision.datasets import MNIST  # not above: the import takes a second
     except (ImportError, RuntimeError) as error:  # missing, or made for another torch
-        return f"{missing}, and torchvision does not work ({error})"
+        return f"{missing}, and torchvision does not work ({error!r})"
     socket.setdefaulttimeout(10)  # seconds: a firewall may drop packets
     try:
         raw.mkdir(parents=True, exist_ok=True)
@@ -70,7 +69,7 @@ def download_mnist(raw):
             for name in BYTES:
                 os.replace(Path(folder, "MNIST", "raw", name), raw / name)
     except Exception as error:
-        return f"{missing}, and the download failed ({error})"
+        return f"{missing}, and the download failed ({error!r})"
     finally:
         socket.setdefaulttimeout(None)
 

@@ -6,8 +6,8 @@ They are not differentiable.
 import torch
 import torch.distributed as dist
 
-# Not used here. DDP(...) imports this module, and its functions keep the process group
-# of that moment as a default. Imported now, before there is a group, they keep none, so
+# Not used here. DDP(...) imports this module, and its functions then hold the process
+# group as a default argument. Imported now, before there is a group, they hold none, so
 # Gloo's threads end in destroy_process_group() and cannot abort the exit.
 import torch.distributed.nn
 
@@ -24,8 +24,9 @@ def gather_in_order(tensor, length):
     """Join the ranks' results in the order of the data set: [n, ...] to [length, ...].
 
     Rank r must have the samples r, r + world_size, ..., as it has with
-    DistributedSampler(data_set, shuffle=False), whose padding is dropped. Raises
-    ValueError, before any communication, on a rank that has not one row per sample.
+    DistributedSampler(data_set, shuffle=False), whose padding is dropped. The other
+    dimensions must be equal on all ranks. Raises ValueError, before any communication,
+    on a rank that does not have one row per sample.
     """
     rows = -(-length // dist.get_world_size())  # rounded up
     if len(tensor) != rows:

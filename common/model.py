@@ -47,7 +47,7 @@ class VisionTransformer(nn.Module):
     def forward(self, images):
         tokens = self.patches(images).flatten(2).transpose(1, 2) + self.positions.weight
         for block in self.blocks:
-            if self.recompute:  # activations are computed again in the backward
+            if self.recompute:  # keep no activations: compute them again in backward
                 tokens = activation_checkpoint(block, tokens, use_reentrant=False)
             else:
                 tokens = block(tokens)

@@ -1,4 +1,4 @@
-"""Stop all ranks after the same step once one has had a signal: Slurm's, or Ctrl-C."""
+"""Stop all ranks after the same step once one has received a signal, such as Ctrl-C."""
 
 import atexit
 import multiprocessing
@@ -9,13 +9,14 @@ import weakref
 import torch
 import torch.distributed as dist
 
+# Slurm's, Ctrl-C's and a lost terminal's
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 noted = False  # whether this process has had a signal
 workers = weakref.WeakSet()  # of DataLoaders
 
 
 class StopSignals:
-    """From now on signals only set a flag. All ranks must make one, and vote alike."""
+    """From now on signals only set a flag. All ranks make one, and vote together."""
 
     def __init__(self):
         # Gloo sums the votes on the CPU: NCCL would wait for the GPU's work
@@ -23,7 +24,7 @@ class StopSignals:
         self.votes = self.work = None
         for number in SIGNALS:
             signal.signal(number, note)
-        # other processes that are forked, such as a Pool's, end by a signal as usual
+        # forked processes end by these signals again, unless iterate() blocks them
         os.register_at_fork(after_in_child=reset)
         atexit.register(kill_workers)
 
@@ -31,7 +32,7 @@ class StopSignals:
         """Return whether any rank had noted a signal at the call before this one.
 
         The answer is the same on all ranks. The votes are summed in the background, so
-        that no step waits for them.
+        that no step waits for them. Nobody reads the last ones.
         """
         stop = False
         if self.work:
@@ -42,12 +43,12 @@ class StopSignals:
         return stop
 
     def iterate(self, loader):
-        """iter(loader), whose workers get no signals: they must work until the stop.
+        """iter(loader), with the signals blocked in its workers.
 
-        A process inherits the signals that are blocked when it is started.
+        The workers must deliver batches until the stop. They inherit what is blocked.
         """
         if loader.num_workers and not loader.multiprocessing_context:
-            loader.multiprocessing_context = "fork"  # a forkserver is there already
+            loader.multiprocessing_context = "fork"  # a forkserver has an older mask
         others = set(multiprocessing.active_children())
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
@@ -68,7 +69,7 @@ def reset():
 
 
 def kill_workers():
-    """After an error: Python would send SIGTERM, which they block, and wait forever."""
+    """After an error Python would send SIGTERM, which they block, and wait forever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
     for worker in workers:
         worker.kill()

@@ -3,16 +3,13 @@
 import atexit
 import contextlib
 import importlib.util
-import multiprocessing
 import os
 import re
-import runpy
 import secrets
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -24,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIES = ROOT / "tests/copies"
+SEED = 3
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("0*/train.py"))
 TORCHRUN = ["torchrun", "--standalone", "--local-addr=127.0.0.1"]
 IGNORED = shutil.ignore_patterns(".git", ".venv", "*cache*", "data", "site", "*.pt")
@@ -32,9 +30,8 @@ VISIBLE_GPUS = os.environ.setdefault(
     "VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all")
 )
 EPOCH = re.compile(
-    r"epoch (?P<epoch>\d+)/(?P<epochs>\d+)  loss (?P<loss>\d+\.\d{4})  accuracy "
-    r"(?P<accuracy>[01]\.\d{4})  (?P<seconds>\d+\.\d) s  (?P<speed>\d+) images/s"
-    r"(?P<memory>  \d+\.\d\d GB)?"
+    r"epoch (?P<epoch>\d+)/\d+  (loss (?P<loss>\d+\.\d{4})  )?accuracy "
+    r"(?P<accuracy>[01]\.\d{4})  \d+\.\d s  \d+ images/s"
 )
 # torch 2.8 prints this, in pieces
 GLOO = re.compile(
@@ -193,113 +190,18 @@ def tools(folder, bare=False, **scripts):
     return str(folder) if bare else f"{folder}:{os.environ['PATH']}"
 
 
-def threads_of_gloo():
-    """How many this process has: some, while anything refers to a process group."""
-    count = 0
-    for path in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):  # it has just ended
-            count += "gloo" in path.read_text()
-    return count
+def torchrun(script, ranks, *options, fault=None):
+    """The command that starts a script as its page does, with a fault of faults.py."""
+    command = [*TORCHRUN, f"--nproc-per-node={ranks}"]
+    if fault:
+        command += [ROOT / "tests/faults.py", fault]
+    return [*command, script, *options]
 
 
-# Ranks, forked from a process that has imported torch: torchrun would take seconds
-
-RANKS = multiprocessing.get_context("forkserver")
-MODULES = "fsdp pipelining tensor.parallel checkpoint.state_dict".split()
-RANKS.set_forkserver_preload(
-    ["tqdm", *(f"torch.distributed.{name}" for name in MODULES)]
-)
-
-
-def start(function, arguments):
-    """Call a function with each of these arguments in a process of its own."""
-    ranks = [RANKS.Process(target=function, args=given) for given in arguments]
-    for process in ranks:
-        process.start()
-    return ranks
-
-
-def exit_codes(ranks, limit=120):
-    """The exit codes of ranks. SIGKILL ends them at the limit, or after one's bad end.
-
-    When one was killed, the others have a second; when one has failed, 30 to fail too.
-    """
-    end = time.monotonic() + limit
-    while time.monotonic() < end:
-        codes = [process.exitcode for process in ranks]
-        if None not in codes:
-            break
-        if any(codes):
-            left = 1 if -signal.SIGKILL in codes else 30
-            end = min(end, time.monotonic() + left)
-        time.sleep(0.01)
-    for process in ranks:
-        process.kill()
-        process.join()
-    return [process.exitcode for process in ranks]
-
-
-def start_ranks(script, nproc, options, cwd, files, **environment):
-    """Start a script in ranks as torchrun does.
-
-    They append to two files, output and errors. With SHARED_GPU in the environment they
-    share one, which NCCL accepts, as it takes each rank for another machine.
-    """
-    Path(cwd).mkdir(exist_ok=True)
-    launch = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
-    launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    for name in ("CUDA_VISIBLE_DEVICES", "TRAIN_IMAGES"):  # the forkserver's are older
-        launch[name] = os.environ.get(name, "")
-    launch |= environment
-    arguments = []
-    for rank in range(nproc):
-        settings = {"RANK": rank, "LOCAL_RANK": rank, **launch}
-        if "SHARED_GPU" in os.environ:
-            settings |= {"LOCAL_RANK": 0, "NCCL_HOSTID": rank}
-            settings |= {"NCCL_SOCKET_IFNAME": "lo"}
-        arguments.append((Path(cwd, script), options, cwd, settings, files))
-    return start(run_rank, arguments)
-
-
-def run_rank(script, options, cwd, settings, files):
-    """What each process of start_ranks() does."""
-    os.chdir(cwd)
-    os.environ.update({name: str(value) for name, value in settings.items()})
-    for number, file in enumerate(files, start=1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    # as with python -u, but a line is in one piece, also from two ranks
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)  # DataLoader workers, as usual
-    sys.argv = [str(script), *map(str, options)]
-    others = [path for path in sys.path if path != str(ROOT)]
-    sys.path[:] = [str(Path(script).parent), *others]
-    if "CHANGE" in settings or "CHANGES" in settings:
-        script = importlib.import_module(script.stem)
-        names = {"os": os, "sys": sys, "torch": torch, "rank": settings["RANK"]}
-        for name in settings.get("CHANGES", "").split():
-            path = next(ROOT.glob(f"tests/**/changes/{name}.py"))
-            module(path).change(script, settings["RANK"])
-        exec(settings.get("CHANGE", ""), names | {"script": script})
-        return script.main()
-    runpy.run_path(str(script), run_name="__main__")
-
-
-def run_ranks(script, nproc, *options, cwd, code=0, **environment):
-    """Run a script in ranks; their largest exit code must be this one.
-
-    CHANGES names files of changes/, whose change(script, rank) is called before
-    script.main(). After them comes CHANGE, a program of at most three lines, which uses
-    `script` and `rank`.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, "output"), Path(folder, "errors")]
-        codes = exit_codes(
-            start_ranks(script, nproc, options, cwd, files, **environment)
-        )
-        printed = [file.read_text() for file in files]
-    command = [*TORCHRUN, f"--nproc-per-node={nproc}", script, *options]
-    result = Result(command, max(map(abs, codes)), *printed)
+def train(script, ranks, *options, cwd, code=0, fault=None, **environment):
+    """Run a script by torchrun to its end; its exit code must be this one."""
+    command = torchrun(script, ranks, *options, fault=fault)
+    result = run(command, cwd, **{"OMP_NUM_THREADS": 1, **environment})
     assert result.code == code, result
     return result
 
@@ -315,6 +217,8 @@ def copy_project(folder, *files, small=()):
         path = ROOT / file
         for each in path.glob("*.[ps]*") if path.is_dir() else [path]:
             shutil.copy(each, folder)
+    if "model" in small:
+        (common / "model.py").rename(common / "whole.py")
     for name in [small] if isinstance(small, str) else small:
         shutil.copy(ROOT / f"tests/small/{name}.py", common)
     return folder
@@ -367,17 +271,6 @@ def equal(*files):
     return one == other
 
 
-def torchvision_datasets():
-    """Also where torch's build is not the one that torchvision was built for."""
-    try:
-        return importlib.import_module("torchvision.datasets")
-    except RuntimeError:  # its C++ extension did not load
-        for name in ("nms", "qnms"):
-            arguments = "(Tensor a, Tensor b, float c) -> Tensor"
-            torch.library.define(f"torchvision::{name}", arguments)
-        return importlib.import_module("torchvision.datasets")
-
-
 def module(path):
     """A file as a module."""
     spec = importlib.util.spec_from_file_location("module", path)
@@ -386,45 +279,11 @@ def module(path):
     return found
 
 
-# What one process computes, without the scripts
-
-SEED = 3
-
-
-def order_of(epoch, length, ranks, seed=SEED, mixed=True):
+def order_of(epoch, length, ranks, seed=SEED):
     """The indices of an epoch, in the order in which the ranks get them, with padding.
 
-    mixed: by the seed that 06 computes, or else by that of a DistributedSampler.
+    As a DistributedSampler deals them, and 06 and 07 without one.
     """
-    seed = hash((seed, epoch)) if mixed else seed + epoch
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(length, generator=generator).tolist()
     return order + order[: -length % ranks]
-
-
-def gradients_alone(model, data_set, step, ranks, batch):
-    """Add the gradients of the mean loss of the images of a step, by micro-batches.
-
-    Returns the loss of each image.
-    """
-    losses = []
-    for rank in range(ranks):
-        buffers = {}
-        if rank > 0:  # copies, as BatchNorm's statistics are those of rank 0
-            buffers = {name: part.clone() for name, part in model.named_buffers()}
-        for part in torch.tensor(step[rank::ranks]).split(batch):
-            images, labels = [each[part] for each in data_set.tensors]
-            logits = torch.func.functional_call(model, buffers, images)
-            chances = logits.log_softmax(1)
-            each = -0.9 * chances[range(len(part)), labels] - 0.1 * chances.mean(1)
-            (each.sum() / len(step)).backward()
-            losses += each.tolist()
-    return losses
-
-
-def rate_factor(middle):
-    """What the scripts multiply the peak rate by, in a formula of the tests' own.
-
-    middle: the part of the run that is done in the middle of a step.
-    """
-    return middle / 0.4 if middle < 0.4 else (1 - middle) / 0.6

@@ -1,11 +1,21 @@
-"""Launch files start what they show, and scripts take the options they are given."""
+"""Launch files start what they show, options take effect, and bad input is an error."""
 
 import re
 import shlex
 import sys
 
-import pytest
-from helpers import FOLDERS, ROOT, copy_project, each_row, module, run, run_ranks, tools
+from helpers import (
+    FOLDERS,
+    ROOT,
+    Running,
+    copy_project,
+    each_row,
+    free_port,
+    run,
+    tools,
+    torchrun,
+    train,
+)
 
 ALONE = "torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node"
 # folder | settings, with GPUS if nvidia-smi is installed | threads | what run.sh starts
@@ -50,140 +60,70 @@ def test_run_sh_starts(row, tmp_path):
     assert result.output == f"{launcher} {threads} {arguments} --lr a b\n", result
 
 
-WRONG = {  # options that a script rejects, each of them alone
-    "01_dataparallel/train.py": "--epochs 0; --batch-size 0; --output .; --epoch 3",
-    "02_ddp_spawn/train.py": "--epochs 0; --nprocs 0; --output .; --epoch 3",
-    "03_ddp_multinode_spawn/train.py": "--epochs 0; -n 2 -g 2,0; -n 2 -g 1,1,1; "
-    "--output .; -n 2 --node-rank 2; --master 1",
-    "04_ddp_torchrun/train.py": "--epochs -1; --batch-size 0; --output .; "
-    "--device cuda; --device cpu --sync-bn; --sync",
-    "05_model_parallel/train.py": "--epochs 0; --chunks 0; --output .; --devices cpu; "
-    "--device cpu",
-    "05_model_parallel/pipeline.py": "--epochs 0; --batch-size 5; --output .; "
-    "--chunks 0; --schedule 1f1b --chunks 1; --chunk 2",
-    "05_model_parallel/tensor_parallel.py": "--epochs 0; --hidden 0; --hidden 511; "
-    "--output .; --hid 2",
-    "05_model_parallel/fsdp.py": "--epochs 0; --accumulate 0; --save-every 0; "
-    "--shards 0; --shards 3; --best mnist.pt; --output .; --best .; --width 6; "
-    "--width 0; --device cuda; --check a",
-    "06_checkpointing/train.py": "--epochs -1; --accumulate 0; --save-every 0; "
-    "--output .; --best mnist.pt; --output a.pt --checkpoint b/../a.pt; "
-    "--device cpu --sync-bn; --check a.pt",
-}
-WRONG = {script: given.split("; ") for script, given in WRONG.items()}
+# script | processes that torchrun starts, or 0 for python | options | error
+WRONG = r"""
+01_dataparallel/train.py | 0 | --output /sys/new/a.pt | Error: .*'/sys/new'
+03_ddp_multinode_spawn/train.py | 0 | -n 2 -g 1,1,1 | --nprocs must fit --nodes
+04_ddp_torchrun/train.py | 0 | | KeyError: '(LOCAL_)?RANK'
+04_ddp_torchrun/train.py | 1 | --sync-bn | SyncBatchNorm layers only work with GPU
+05_model_parallel/pipeline.py | 4 | | 4 processes, but only 3 layers
+06_checkpointing/train.py | 1 | --checkpoint /sys/new/a.pt | Error: .*'/sys/new'
+07_slurm/fsdp.py | 1 | --shards 2 | --shards 2 does not divide 1 ranks
+"""
 
 
-def error_of(script, options, monkeypatch, capsys, **launch):
-    """What argparse prints below its usage if a script rejects these options."""
-    for name, value in launch.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sys.argv", [script, *options.split()])
-    with pytest.raises(SystemExit, match="^2$"):
-        module(ROOT / script).parse_args()
-    last = capsys.readouterr().err.splitlines()[-1]
-    return re.fullmatch(r"\S+: error: (.*)", last)[1]
+@each_row(WRONG)
+def test_bad_input_is_an_error_that_names_it(row, tmp_path):
+    """Before anything is trained or written."""
+    script, ranks, options, error = row
+    options = ["--data-dir", ROOT / "common", *options.split()]
+    command = ["python", ROOT / script, *options]
+    if ranks > "0":
+        command = torchrun(ROOT / script, ranks, *options)
+    result = run(command, tmp_path / "run")
+    assert result.code and re.search(error, result.errors), result
+    assert "epoch" not in result.output and not [*(tmp_path / "run").iterdir()]
 
 
-@pytest.mark.parametrize(
-    ("script", "options"),
-    [(script, options) for script, given in WRONG.items() for options in given],
-)
-def test_a_wrong_option_is_rejected_and_named(
-    script, options, tmp_path, monkeypatch, capsys
-):
-    """Before a group is made, data are loaded, or a file is touched."""
-    monkeypatch.chdir(tmp_path)
-    launch = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2") | {"RANK": "0"}
-    error = error_of(script, options, monkeypatch, capsys, **launch)
-    name = re.findall("--?[a-z][a-z-]*", options)[-1]  # options are not shortened
-    assert name.replace("-g", "--nprocs") in error
-    assert not list(tmp_path.iterdir())
+def test_options_that_differ_between_machines_are_an_error(tmp_path):
+    command = [
+        "torchrun",
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--master-addr=127.0.0.1",
+    ]
+    command.append(f"--master-port={free_port()}")
+    script = ROOT / "04_ddp_torchrun/train.py"
+    nodes = [
+        Running([*command, f"--node-rank={n}", script, "--lr", n + 1], tmp_path)
+        for n in range(2)
+    ]
+    error = "ValueError: lr differs between the ranks: ['1.0', '2.0']"
+    for result in [node.finish() for node in nodes]:
+        assert result.code and error in result.errors, result
 
 
-@pytest.mark.parametrize(
-    "script", [path for path, given in WRONG.items() if "--save-every 0" not in given]
-)
-def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(script, monkeypatch):
-    """06 and fsdp.py write a checkpoint there, and soon."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr("sys.argv", [script, "--output", "/sys/mnist.pt"])
-    with pytest.raises(OSError, match="not permitted|denied|Read-only"):
-        module(ROOT / script).parse_args()
-
-
-@pytest.mark.parametrize("script", [path for path in WRONG if path > "04"])
-def test_without_a_launcher_a_script_says_so(script, monkeypatch, capsys):
-    assert "start it with torchrun" in error_of(script, "", monkeypatch, capsys)
-
-
-@each_row("""
-    01_dataparallel        |
-    02_ddp_spawn           | --nprocs 2
-    03_ddp_multinode_spawn | -n 1 -g 2
-    04_ddp_torchrun        |
-    06_checkpointing       |
-""")
-def test_random_numbers_differ_between_ranks_and_options_are_for_the_training(
-    row, tmp_path
-):
-    """02 and 03 divide main()'s 7 threads by two, rounded up; the others have one."""
-    folder, more = row[0], row[1].split()
+def test_options_take_effect_and_each_rank_draws_other_numbers(tmp_path):
+    """But all begin with the weights of rank 0."""
     project = copy_project(
-        tmp_path / "project", f"{folder}/train.py", small=("data", "model")
+        tmp_path, "04_ddp_torchrun/train.py", small=("data", "model")
     )
-    ranks = 1 if folder < "04" else 2
-    options = ["--batch-size", 16, "--seed", 7, "--amp", "--compile", *more]
-    given = {"CHANGES": "started", "FLOAT32": 1, "TEST_THREADS": 7}
-    result = run_ranks("train.py", ranks, *options, cwd=project, **given)
-    line = (
-        r"^(\w+) on cpu in torch\.(\w+), gradients (\w+), seed (\d+), (\d+) threads, "
-    )
-    found = re.findall(f"{line}compiled (\\w+)$", result.output, re.M)
-    evaluations = [each for each in found if each[0] == "evaluation"]
-    numbers = sorted(int(seed) for _, _, _, seed, _, _ in evaluations)
-    if folder[:2] == "06":  # others in each step
-        assert len({*numbers}) == 2, result
-    else:
-        assert numbers == [7, 8][: 1 if folder[:2] == "01" else 2], result
-    for what, dtype, gradients, _, threads, compiled in found:
-        trains = what == "training"
-        assert gradients == compiled == str(trains), result
-        assert threads == ("4" if "spawn" in folder else "1"), result
-        assert dtype == ("bfloat16" if trains else "float32"), result
+    options = ["--seed", 7, "--amp", "--compile", "--batch-size", 16]
+    output = train("train.py", 2, *options, cwd=project, FLOAT32=1).output
+    found = re.findall("^.* on cpu in .*$", output, re.M)
+    assert sorted(found) == [
+        f"{what} on cpu in torch.{how}, seed {seed}, compiled {what == 'training'}"
+        for what, how in (
+            ("evaluation", "float32, gradients False"),
+            ("training", "bfloat16, gradients True"),
+        )
+        for seed in (7, 8)
+    ]
 
 
-@pytest.mark.parametrize("above", [False, True])
-def test_a_file_above_a_project_is_not_imported_in_place_of_pythons(above, tmp_path):
-    """profile.py, which torch needs: above a copy, and in the folder with common/."""
-    folder = tmp_path / "a project"
-    copy_project(folder if above else folder / "copy", FOLDERS[0])
-    if above:
-        (folder / "scripts").mkdir()
-        (folder / "train.py").rename(folder / "scripts/train.py")
-    (folder / "profile.py").write_text("raise SystemExit('imported')")
-    script = "scripts/train.py" if above else "copy/train.py"
-    result = run([sys.executable, script, "--help"], folder)
+def test_a_file_above_a_project_is_not_imported_in_place_of_pythons(tmp_path):
+    """profile.py, which torch needs."""
+    copy_project(tmp_path / "copy", f"{FOLDERS[0]}/train.py")
+    (tmp_path / "profile.py").write_text("raise SystemExit('imported')")
+    result = run([sys.executable, "copy/train.py", "--help"], tmp_path)
     assert result.code == 0 and "--batch-size" in result.output, result
-
-
-HERE = (
-    "script.tempfile.tempdir = 'a ?b #c'; torch.save = lambda *_: print("
-    "'modes', [oct(each.stat().st_mode) for each in os.scandir('a ?b #c')])"
-)
-
-
-def test_02_connects_through_a_file_of_its_user(tmp_path):
-    """In a folder that only they may read, and that is gone at the end."""
-    project = copy_project(tmp_path, f"{FOLDERS[1]}/train.py", small=("data", "model"))
-    (temporary := project / "a ?b #c").mkdir()
-    given = {"CHANGES": "started", "CHANGE": HERE}
-    result = run_ranks("train.py", 1, "--nprocs", 2, cwd=project, **given)
-    assert "modes ['0o40700']\n" in result.output, result
-    assert not list(temporary.iterdir())
-
-
-def test_03_only_this_machine_reaches_the_store(tmp_path):
-    """As long as the address is its own: the default one, and ::1 if it has IPv6."""
-    project = copy_project(tmp_path, f"{FOLDERS[2]}/train.py")
-    result = run_ranks("train.py", 1, cwd=project, CHANGES="reached")
-    assert {*result.output.split("\n")} == {"ECONNREFUSED", ""}, result

@@ -4,10 +4,11 @@ python memory.py fsdp --ranks 8 --amp
 """
 
 import argparse
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from fsdp import Block
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -15,6 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # the folder of common/
+from common.model import Block
 
 TOKENS, WIDTH, DEPTH, WORDS = 4096, 4096, 32, 32000
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.datasets import MNIST
 from torchvision.transforms import ToTensor
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent.parent))
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # the folder of common/
 from common.gather import all_gather
 from common.model import ConvNet
 

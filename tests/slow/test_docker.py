@@ -16,12 +16,12 @@ import pytest
 from helpers import IGNORED, ROOT, Running, equal, fewer_digits, wait_until
 from hosts import Daemons
 
-OPTIONS = (
-    "--data-dir /app/common --epochs 16 --batch-size 16 --save-every 5".split()
-)  # 640 steps
+# 640 steps
+OPTIONS = "--data-dir /app/common --epochs 16 --batch-size 16 --save-every 5"
 USER = 1234  # who runs run.sh
 ADDRESS, PORT = "172.30.0.1", 28080  # where containers and builds reach the wheels
 DOCKERFILE = (ROOT / "08_docker/Dockerfile").read_text()
+PIP = r"[global]\nno-index = true\nfind-links = http://{0}:{1}/\ntrusted-host = {0}\n"
 
 
 @pytest.fixture(scope="module")
@@ -35,22 +35,20 @@ def place():
 @pytest.fixture(scope="module")
 def engine(hosts, place):
     """A real dockerd on host h0; this machine's own is neither read nor changed."""
-    (folder := place / "engine").mkdir()
+    folder = place / "engine"
+    config = folder / "config"
+    config.mkdir(parents=True)
+    config.chmod(0o777)  # for root and for USER
+    tools = "dockerd docker docker-compose mmdebstrap"
     socket = f"unix://{folder}/socket"
-    files = [
-        f"--data-root={folder}/data",
-        f"--exec-root={folder}/exec",
-        f"--pidfile={folder}/pid",
-    ]
+    settings = {"DOCKER_HOST": socket, "DOCKER_CONFIG": f"{config}"}
+    engine = Daemons(hosts, folder, tools, **settings)
     # no name server: it fails at once
-    network = [f"--bip={ADDRESS}/24", "--dns=127.0.0.1"]
-    (folder / "config").mkdir()
-    (folder / "config").chmod(0o777)  # for root and for USER
-    tools = ("dockerd", "docker", "docker-compose", "mmdebstrap")
-    engine = Daemons(
-        hosts, folder, tools, DOCKER_HOST=socket, DOCKER_CONFIG=f"{folder}/config"
+    command = (
+        f"dockerd --data-root={folder}/data --exec-root={folder}/exec --host={socket} "
+        f"--pidfile={folder}/pid --bip={ADDRESS}/24 --dns=127.0.0.1"
     )
-    engine.start("h0", "dockerd", *files, *network, f"--host={socket}")
+    engine.start("h0", *command.split())
     engine.wait_until_up("docker info")
     (folder / "socket").chmod(0o666)
     yield engine
@@ -67,74 +65,64 @@ def project(engine, place):
     for file in ("requirements.txt", ".dockerignore"):
         shutil.copy(ROOT / file, project)
     base = re.search("^ARG BASE_IMAGE=(.*)", DOCKERFILE, re.M)[1]
-    settings = f"[global]\\nno-index = true\\nfind-links = http://{ADDRESS}:{PORT}/\\n"
-    settings += f"trusted-host = {ADDRESS}\\n"
-    make = ["bash", ROOT / "tests/slow/base_image.sh", base, settings]
+    script = ROOT / "tests/slow/base_image.sh"
+    make = ["bash", script, base, PIP.format(ADDRESS, PORT)]
     subprocess.run(make, cwd=engine.folder, env=engine.environment, check=True)
     python = (engine.folder / "base/usr/bin/python3").resolve().name
-    version = python.removeprefix("python")
-    download = [sys.executable, *"-m pip download --quiet --only-binary=:all:".split()]
-    download += ["--dest=wheels", f"--python-version={version}"]
-    download += ["--requirement", ROOT / "requirements.txt"]
+    options = "--quiet --only-binary=:all: --dest=wheels --python-version"
+    download = [sys.executable, "-m", "pip", "download", *options.split()]
+    download += [python.removeprefix("python"), "-r", project / "requirements.txt"]
     subprocess.run(download, cwd=engine.folder, check=True)
-    server = ["http.server", PORT, "--bind", ADDRESS, "--directory", "wheels"]
-    engine.start("h0", sys.executable, "-m", *server)
+    server = f"-m http.server {PORT} --bind {ADDRESS} --directory wheels"
+    engine.start("h0", sys.executable, *server.split())
     build = re.match("# .*: (docker build .*)\n", DOCKERFILE)[1].split()
     engine.run(*build, folder=fewer_digits(project))
     return project
 
 
-def start(engine, volume, *command, **settings):
-    """Start a command on h0 in a folder, as its owner, who is not root."""
-    volume.mkdir(exist_ok=True)
-    os.chown(volume, USER, USER)
-    user = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups"]
-    command = engine.hosts.on("h0", volume, *user, *command)
-    return Running(
-        command, volume, **(engine.environment | settings | {"OMP_NUM_THREADS": "1"})
-    )
+@pytest.fixture(scope="module")
+def start(engine, project, place):
+    """Starts a way to train on h0 in a folder, as its owner, who is not root."""
+    ways = {
+        "run.sh": f'bash "{project}/08_docker/run.sh" {OPTIONS}',
+        "compose": f'docker-compose -f "{project}/08_docker/compose.yaml" up --build',
+    }
+    settings = {"USER_ID": USER, "GROUP_ID": USER, "OMP_NUM_THREADS": 1}
+    settings |= {"OPTIONS": OPTIONS} | engine.environment
+    user = f"setpriv --reuid={USER} --regid={USER} --clear-groups bash -c".split()
 
+    def start(way, name):
+        volume = place / name
+        volume.mkdir(exist_ok=True)
+        os.chown(volume, USER, USER)
+        command = engine.hosts.on("h0", volume, *user, ways[way])
+        return volume, Running(command, volume, **settings)
 
-def run_sh(engine, project, volume):
-    return start(engine, volume, "bash", project / "08_docker/run.sh", *OPTIONS)
-
-
-def compose(engine, project, volume):
-    file = project / "08_docker/compose.yaml"
-    up = ["docker-compose", "--file", file, "up", "--build"]
-    settings = {"USER_ID": USER, "GROUP_ID": USER, "PWD": str(volume)}
-    return start(engine, volume, *up, OPTIONS=" ".join(OPTIONS), **settings)
+    return start
 
 
 @pytest.fixture(scope="module")
-def undisturbed(engine, project, place):
+def undisturbed(start):
     """The weights of an undisturbed training by one container with two processes."""
-    result = run_sh(engine, project, volume := place / "undisturbed").finish()
+    volume, running = start("run.sh", "undisturbed")
+    result = running.finish()
     assert result.code == 0 and len(result.epochs()) == 16, result
     return volume / "mnist.pt"
 
 
-@pytest.mark.parametrize("way", [run_sh, compose])
-def test_docker_stop_and_the_same_command_resumes(
-    way, engine, project, undisturbed, place
-):
-    """As the owner of the folder. Only steps after the last checkpoint are repeated."""
-    volume = place / way.__name__
-    first = way(engine, project, volume)
-    wait_until((volume / "checkpoint.pt").exists, first)
-    containers = engine.run("docker", "ps", "--quiet").split()
-    look = ["df", "--output=size", "--block-size=M", "/dev/shm"]
-    assert engine.run("docker", "exec", containers[0], *look).split()[-1] == "1024M"
+@pytest.mark.parametrize("way", ["run.sh", "compose"])
+def test_docker_stop_and_the_same_command_resumes(way, start, engine, undisturbed):
+    """It resumes from the last checkpoint. All files belong to the folder's owner."""
+    volume, first = start(way, way)
     wait_until(lambda: first.printed()[0].count("%  loss") > 2, first)
+    containers = engine.run("docker", "ps", "--quiet").split()
     engine.run("docker", "stop", *containers)
     first = first.finish()
-    assert first.code == 1 or way is compose, first  # 1: torchrun's
-    rest = way(engine, project, volume).finish()
-    [(epoch, done)] = re.findall(
-        r"resuming from .*epoch': (\d+), 'done': (\d+)", rest.output
-    )
-    [*_, (logged, percent)] = re.findall(r"epoch (\d+)/16  (\d+)%", first.output)
-    assert (int(epoch), int(done) / 12.6) >= (int(logged), int(percent) - 1), rest
-    assert rest.code == 0, rest
+    assert first.code == 1 or way == "compose", first  # 1: torchrun's
+    _, rest = start(way, way)
+    rest = rest.finish()
+    assert (
+        rest.code == 0 and "starting at {'epoch': 1, 'done': 0}" not in rest.output
+    ), rest
     assert {path.stat().st_uid for path in volume.iterdir()} == {USER}
     assert equal(volume / "mnist.pt", undisturbed)

@@ -4,24 +4,23 @@ import os
 import signal
 
 import pytest
-from helpers import FOLDERS, Running, copy_project, free_port, wait_for
+from helpers import FOLDERS, Running, copy_project, free_port, torchrun, wait_for
 
 
 @pytest.mark.parametrize("ctrl_c", [False, True])
 def test_a_signal_ends_a_job(ctrl_c, tmp_path):
     """SIGTERM to run.sh in the background, to 02 and 03 SIGKILL; or Ctrl-C."""
     way = "default" if ctrl_c else "ignore"
-    command = ["env", f"--{way}-signal=INT", "bash", "run.sh"]
-    settings = {"SCRIPT": "pipeline.py", "NPROC": 2, "OMP_NUM_THREADS": 1}  # of 05
-    jobs = {
-        folder: Running(
-            [*command, "--epochs", 10**6],
+    jobs = {}
+    for folder in FOLDERS[1:7]:
+        command = torchrun("train.py", 2) if folder > "07" else ["bash", "run.sh"]
+        jobs[folder] = Running(
+            ["env", f"--{way}-signal=INT", *command, "--epochs=99999"],
+            copy_project(tmp_path / folder, folder, small="data"),
+            SCRIPT="pipeline.py",  # of 05
             MASTER_PORT=free_port(),
-            **settings,
-            cwd=copy_project(tmp_path / folder, folder, small="data"),
+            OMP_NUM_THREADS=1,
         )
-        for folder in FOLDERS[1:6]
-    }
     for folder, job in jobs.items():
         wait_for("epoch 1/", job)
         if not ctrl_c:  # shells ignore SIGINT for a job in the background

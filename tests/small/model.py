@@ -1,4 +1,4 @@
-"""In place of common/model.py: a small network with BatchNorm and dropout.
+"""In place of common/model.py, then whole.py: a small network with BatchNorm, dropout.
 
 With WAITS, torch warns where a line of the training waits for the GPU.
 """
@@ -7,6 +7,7 @@ import os
 import traceback
 
 import torch
+from common.whole import VisionTransformer, warmup_then_decay  # noqa: F401
 from torch import nn
 
 
@@ -37,7 +38,8 @@ class ConvNet(nn.Module):
             print(
                 f"{what} on {logits.device} in {logits.dtype}, "
                 f"gradients {logits.requires_grad}, seed {torch.initial_seed()}, "
-                f"{torch.get_num_threads()} threads, compiled {wrappers > 1}",
+                f"compiled {wrappers > 1}\n",
+                end="",  # in one write, or the lines of two ranks mix
                 flush=True,
             )
             if "WAITS" in os.environ:

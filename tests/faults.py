@@ -1,0 +1,198 @@
+"""Run a script with faults: torchrun ... faults.py "FAULT FAULT:ARGUMENT" script.py.
+
+A fault changes torch, or common/ next to the script, before the script imports it.
+"""
+
+import itertools
+import os
+import pkgutil
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch.nn import Parameter, parallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+rank = int(os.environ["RANK"])
+
+
+def replace(name, change):
+    """Replace a function or a class by what change() makes of it."""
+    owner, name = name.rsplit(".", 1)
+    owner = pkgutil.resolve_name(owner)
+    setattr(owner, name, change(getattr(owner, name)))
+
+
+def after_each_step(change):
+    """Call a function with the data of each weight."""
+
+    def call(optimizer, *_):
+        for weight in optimizer.param_groups[0]["params"]:
+            change(weight.data)
+
+    register_optimizer_step_post_hook(call)
+
+
+def with_a_parameter(value, change):
+    """Give the model a parameter `own`, then call a function with it, before DDP."""
+
+    def network(make):
+        def made():
+            model = make()
+            model.own = Parameter(torch.tensor([value]))
+            change(model)
+            return model
+
+        return made
+
+    replace("common.model.ConvNet", network)
+
+
+# The ranks differ
+
+
+def loss_of_the_plain_model():
+    parallel.DistributedDataParallel = lambda model: model
+
+
+def bfloat16_after_ddp():
+    name = "torch.nn.parallel.DistributedDataParallel"
+    replace(name, lambda ddp: lambda model: (ddp(model), model.bfloat16())[0])
+
+
+def set_by_the_forward():
+    """A parameter, from the first batch of each rank, as ActNorm does."""
+
+    def center(model, images):
+        if model.own == 0:
+            model.own.data = images[0].mean()
+        return images[0] - model.own
+
+    with_a_parameter(0.0, lambda model: model.register_forward_pre_hook(center))
+
+
+def random_rounding():
+    """Each rank rounds the weights up or down, to eight bits, by its own numbers."""
+    after_each_step(lambda data: data.mul_(1 + (torch.rand_like(data) - 0.5) / 128))
+
+
+def rate_of_each_rank():
+    adamw = torch.optim.AdamW
+    torch.optim.AdamW = lambda weights, lr: adamw(weights, lr / (rank + 1))
+
+
+def edit_on_one_rank():
+    after_each_step(lambda data: data.add_(rank / 100))
+
+
+# Nothing is wrong
+
+
+def nothing():
+    pass
+
+
+def unlike_cpus():
+    if rank == 0:  # read when torch first uses it
+        os.environ["ATEN_CPU_CAPABILITY"] = "default"
+
+
+def zero_gradients():
+    torch.nn.CrossEntropyLoss = lambda **_: lambda logits, labels: 0 * logits.sum()
+
+
+def bfloat16_and_frozen():
+    """The weights of the first layer, and a parameter that is -inf."""
+
+    def change(model):
+        model.bfloat16().own.requires_grad_(False)
+        model.layers[1].requires_grad_(False)
+        model.register_forward_pre_hook(lambda model, images: images[0].bfloat16())
+
+    with_a_parameter(-torch.inf, change)
+
+
+def skipped_steps():
+    """By a GradScaler: its first scales are too large, so gradients are inf or NaN."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    step = torch.optim.AdamW.step
+
+    def scaled_step(optimizer):
+        groups = optimizer.param_groups
+        scaler.step(SimpleNamespace(param_groups=groups, step=lambda: step(optimizer)))
+        scaler.update()
+
+    torch.optim.AdamW.step = scaled_step
+    replace("torch.Tensor.backward", lambda old: lambda loss: old(scaler.scale(loss)))
+
+
+# Interruptions, random numbers, and other folders
+
+
+def augmentation():
+    """Each image has noise, in __getitem__."""
+
+    def with_noise(read):
+        def noisy(self, index):
+            image, label = read(self, index)
+            return image + torch.rand_like(image), label
+
+        return noisy
+
+    replace("torch.utils.data.TensorDataset.__getitem__", with_noise)
+
+
+def own_folders():
+    """Each rank has one, in which `late.pt` becomes checkpoint.pt after a second."""
+    os.chdir(str(rank))
+
+    def sleep(seconds):
+        if os.path.exists("late.pt"):
+            os.rename("late.pt", "checkpoint.pt")
+
+    time.sleep = sleep
+
+
+def pause(function):
+    """After a call of this function, until a signal is noted, or pending if blocked."""
+    from common import stops
+
+    def paused(call):
+        def call_and_pause(*given, **named):
+            result = call(*given, **named)
+            while not (stops.noted or signal.sigpending()):
+                Path(f"paused-{rank}").touch()
+                time.sleep(0.01)
+            return result
+
+        return call_and_pause
+
+    replace(function, paused)
+
+
+def killed_in_save(number):
+    """With a part of the file written, in this call of torch.save."""
+    save, calls = torch.save, itertools.count(1)
+
+    def save_or_die(content, file):
+        if next(calls) == int(number):
+            file.write(b"part of a file")
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(content, file)
+
+    torch.save = save_or_die
+
+
+if __name__ == "__main__":
+    _, faults, script, *options = sys.argv
+    sys.argv = [script, *options]
+    sys.path[0] = str(Path(script).parent)
+    for fault in faults.split():
+        name, *given = fault.split(":")
+        globals()[name](*given)
+    runpy.run_path(script, run_name="__main__")
