@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+ctypes.CDLL(None).prctl(1, 9)  # CKPT-1: PR_SET_PDEATHSIG, SIGKILL: die with torchrun
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -63,8 +65,6 @@ def train(args):
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
-    # CKPT-1: die with torchrun (PR_SET_PDEATHSIG, SIGKILL): an orphan could still save
-    ctypes.CDLL(None).prctl(1, 9)
     # DDP-1: torchrun has set LOCAL_RANK, which is the number of the GPU on this machine
     local_rank = int(os.environ["LOCAL_RANK"])
     if args.device == "cuda":
@@ -138,7 +138,7 @@ def train(args):
     must_match = {"length": length, "seed": args.seed, "lr": args.lr}
     must_match["tensors"] = len(model.state_dict())  # DCP would load a part
     load_newest(args.checkpoint, model, optimizer, progress, must_match)
-    check_equal(length=length, **progress)  # CKPT-3: all have the same data and file
+    check_equal(length=length, **progress)  # CKPT-3: data of one length, and one file
     if progress["epoch"] > args.epochs:
         raise ValueError(f"{args.checkpoint} has {progress}: give more --epochs")
     if rank == 0:  # DDP-4: log on rank 0 only

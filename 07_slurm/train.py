@@ -12,6 +12,8 @@ import time
 import zipfile
 from pathlib import Path
 
+ctypes.CDLL(None).prctl(1, 9)  # CKPT-1: PR_SET_PDEATHSIG, SIGKILL: die with torchrun
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -56,8 +58,6 @@ def train(args):
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
-    # CKPT-1: die with torchrun (PR_SET_PDEATHSIG, SIGKILL): an orphan could still save
-    ctypes.CDLL(None).prctl(1, 9)
     # DDP-1: torchrun has set LOCAL_RANK, which is the number of the GPU on this machine
     local_rank = int(os.environ["LOCAL_RANK"])
     if args.device == "cuda":
@@ -105,7 +105,7 @@ def train(args):
     must_match = {"length": length, "seed": args.seed, "lr": args.lr}
     if wait_for_file(args.checkpoint):  # CKPT-3: on all ranks, as DDP sent only weights
         load_checkpoint(args.checkpoint, stateful, progress, must_match)
-    check_equal(length=length, **progress)  # CKPT-3: all have the same data and file
+    check_equal(length=length, **progress)  # CKPT-3: data of one length, and one file
     if progress["epoch"] > args.epochs:
         raise ValueError(f"{args.checkpoint} has {progress}: give more --epochs")
     if rank == 0:  # DDP-4: log on rank 0 only

@@ -87,7 +87,7 @@ def test_without_mnist_on_one_node(given, tmp_path):
     results = [node.finish() for node in nodes]
     saved = [*tmp_path.glob("*/mnist.pt")]
     why = f"MNIST is not in data/MNIST/raw on {socket.gethostname()}"
-    why += ", and torchvision does not work (broken)"
+    why += ", and torchvision does not work (RuntimeError('broken'))"
     if given:
         assert all(f"FileNotFoundError: {why}\n" in each.errors for each in results)
         assert not saved
