@@ -69,7 +69,7 @@ def set_by_the_forward():
 
     def center(model, images):
         if model.own == 0:
-            model.own.data = images[0].mean()
+            model.own.data.fill_(images[0].mean())
         return images[0] - model.own
 
     with_a_parameter(0.0, lambda model: model.register_forward_pre_hook(center))

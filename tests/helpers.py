@@ -27,7 +27,7 @@ TORCHRUN = ["torchrun", "--standalone", "--local-addr=127.0.0.1"]
 IGNORED = shutil.ignore_patterns(".git", ".venv", "*cache*", "data", "site", "*.pt")
 # conftest.py hides them, and workers of pytest-xdist inherit what it has set
 VISIBLE_GPUS = os.environ.setdefault(
-    "VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    "VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3")
 )
 EPOCH = re.compile(
     r"epoch (?P<epoch>\d+)/\d+  (loss (?P<loss>\d+\.\d{4})  )?accuracy "
@@ -79,7 +79,6 @@ class Running:
         Path(cwd).mkdir(exist_ok=True)
         self.command = command
         self.token = uuid.uuid4().hex
-        self.start = time.monotonic()
         self.files = [tempfile.TemporaryFile() for _ in range(2)]
         atexit.register(self.kill_all)  # if the test fails
         settings = {name: str(value) for name, value in environment.items()}
@@ -113,10 +112,9 @@ class Running:
 
     def finish(self, limit=300):
         """Return the result. It must end before the limit, and leave no process."""
-        end = self.start + limit
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(max(0, end - time.monotonic()))
-            end = time.monotonic() + 60  # for the last processes
+            self.process.wait(limit)
+        end = time.monotonic() + 60  # for the last processes
         while (left := processes(self.token)) and time.monotonic() < end:
             time.sleep(0.1)
         self.kill_all()
@@ -163,16 +161,13 @@ def free_port():
             return port
 
 
-def processes(token, word=b""):
-    """The ids of a Running's processes, by its token, with a word in the command."""
+def processes(token):
+    """The ids of a Running's processes, by its token."""
     found = []
-    for entry in Path("/proc").glob("[0-9]*"):
+    for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            command, environment = [
-                (entry / name).read_bytes() for name in ("cmdline", "environ")
-            ]
-            if token.encode() in environment and word in command:
-                found.append(int(entry.name))
+            if token.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
     return found
 
 
@@ -212,7 +207,7 @@ def copy_project(folder, *files, small=()):
     small: "data" or "model", whose file in common/ is replaced by that of tests/small/.
     """
     common = folder / "common"
-    shutil.copytree(ROOT / "common", common, ignore=IGNORED, dirs_exist_ok=True)
+    shutil.copytree(ROOT / "common", common, ignore=IGNORED)
     for file in files:
         path = ROOT / file
         for each in path.glob("*.[ps]*") if path.is_dir() else [path]:

@@ -28,29 +28,21 @@ from common.model import ConvNet
 
 # conftest.py hides the GPUs from all other tests
 with pytest.MonkeyPatch.context() as patch:
-    patch.delenv("CUDA_VISIBLE_DEVICES")
-    if VISIBLE_GPUS != "all":
-        patch.setenv("CUDA_VISIBLE_DEVICES", VISIBLE_GPUS)
-    count = torch.cuda.device_count()
-GPUS = [str(number) for number in range(count)]
-if VISIBLE_GPUS != "all":
-    GPUS = VISIBLE_GPUS.split(",")[:count]
+    patch.setenv("CUDA_VISIBLE_DEVICES", VISIBLE_GPUS)
+    GPUS = VISIBLE_GPUS.split(",")[: torch.cuda.device_count()]
 if not GPUS:
     pytest.skip("needs a GPU", allow_module_level=True)
 COMPILES = {"COMPILE", "CC"} & os.environ.keys() or shutil.which("gcc")
-# Warnings that torch prints to every user, and why
-KNOWN = {
-    "distributed/run.py": "torchrun's banner: on GPUs one thread per process is enough",
-    "Cuda time stats are not": "DDP of a model on two GPUs: it measures nothing there",
-    "nccl-lazy": "a pipeline on torch 2.15: a backend that older releases do not have",
-}
+# Warnings that torch prints to every user: torchrun's of one thread per process, DDP's
+# of a model on two GPUs, and that of a pipeline on torch 2.15
+KNOWN = "distributed/run.py|Cuda time stats are not|nccl-lazy"
 
 
 def see(gpus, patch):
     """Let what is started see so many GPUs; skip the test if there are fewer."""
-    if len(GPUS) < int(gpus):
+    if len(GPUS) < gpus:
         pytest.skip(f"needs {gpus} GPUs")
-    patch.setenv("CUDA_VISIBLE_DEVICES", ",".join(GPUS[: int(gpus)]))
+    patch.setenv("CUDA_VISIBLE_DEVICES", ",".join(GPUS[:gpus]))
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +63,7 @@ def copy(tmp_path_factory):
 def check(result, code=0):
     """It must have this exit code, and no warnings but those that everybody gets."""
     found = re.findall(r"^.*(?:\w+Warning: |\bW\d{4} ).*$", result.errors, re.M)
-    found = [line for line in found if not any(text in line for text in KNOWN)]
+    found = [line for line in found if not re.search(KNOWN, line)]
     assert result.code == code and (code or not found), result
     return result
 
@@ -86,15 +78,15 @@ def start(script, ranks, *options, cwd, **environment):
     return run([*command, script, *options], cwd, OMP_NUM_THREADS=1, **environment)
 
 
-# folder | GPUs | options
+# folder | GPUs, if not two or one | options
 LAUNCHES = """
 01_dataparallel | 1 | --amp
 01_dataparallel | 2 |
-02_ddp_spawn | 2 |
-03_ddp_multinode_spawn | 2 | --amp
-04_ddp_torchrun | 2 | --amp --sync-bn
+02_ddp_spawn | |
+03_ddp_multinode_spawn | | --amp
+04_ddp_torchrun | | --amp --sync-bn
 05_model_parallel | 4 |
-06_checkpointing | 2 | --amp
+06_checkpointing | | --amp
 """
 
 
@@ -102,7 +94,8 @@ LAUNCHES = """
 def test_run_sh_trains_evaluates_and_saves(row, copy, tmp_path, monkeypatch):
     """Without a warning."""
     folder, gpus, options = row
-    see(gpus, monkeypatch)
+    if gpus:
+        see(int(gpus), monkeypatch)
     command = ["bash", copy / folder / "run.sh", "--output", tmp_path / "mnist.pt"]
     command += ["--data-dir", copy / "common", *options.split()]
     result = check(run(command, tmp_path, MASTER_PORT=free_port()))
@@ -118,11 +111,11 @@ def test_01_rejects_amp_on_two_gpus(copy, tmp_path, monkeypatch):
     assert "ValueError: --amp needs one GPU" in result.errors, result
 
 
-# script | options | dtype | waits of two ranks for their GPUs
+# script | options | dtype | how often two ranks wait for their GPUs, or 0
 EPOCHS = """
 04_ddp_torchrun/train.py | | float32 | 4
 06_checkpointing/train.py | --amp | bfloat16 | 3
-04_ddp_torchrun/train.py | --amp --compile | bfloat16 |
+04_ddp_torchrun/train.py | --amp --compile | bfloat16 | 0
 """
 
 
@@ -137,28 +130,23 @@ def test_each_rank_computes_on_its_gpu(row, tmp_path):
     options = ["--batch-size", 16, *options.split()]
     given = {"FLOAT32": 1, "WAITS": 1, "PYTHONWARNINGS": "always"}
     result = start("train.py", 2, *options, cwd=project, **given)
-    line = r"^(\w+) on (\S+) in torch\.(\w+), .* compiled (\w+)$"
-    found = re.findall(line, result.output, re.M)
-    assert sorted(found) == sorted(
+    line = r"^(\w+) on (\S+) in torch\.(\w+), .* (\w+)$"
+    assert {*re.findall(line, result.output, re.M)} == {
         (what, f"cuda:{rank % len(GPUS)}", *how)
         for rank in range(2)
         for what, *how in (
             ("training", dtype, f"{'--compile' in options}"),
             ("evaluation", "float32", "False"),
         )
-    ), result
-    found = re.findall(
-        r"(train|checks|_tensor)\.py:\d+: \w+: called a sync", result.errors
-    )
-    assert not waits or len(found) == int(waits), result
+    }, result
+    line = r"(train|checks|_tensor)\.py:\d+: \w+: called a sync"
+    assert int(waits) in (0, len(re.findall(line, result.errors))), result
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_selftest(ranks, copy, tmp_path):
+def test_selftest(copy, tmp_path):
     script = copy / "04_ddp_torchrun/selftest.py"
-    output = check(start(script, ranks, "--timeout=300", cwd=tmp_path)).output
-    assert f"\nOK: all checks passed on {ranks} ranks on " in output, output
-    assert output.count(" GB/s\n") == (4 if ranks > 1 else 0)
+    result = check(start(script, 2, "--timeout=300", cwd=tmp_path))
+    assert "\nOK: all checks passed on 2 ranks on " in result.output, result
 
 
 def test_selftest_prints_nccls_reason(copy, tmp_path):
@@ -210,21 +198,22 @@ def test_sync_bn_computes_what_one_rank_does(tmp_path):
 
 # script | ranks | GPUs that it needs | options
 WAYS = """
-05_model_parallel/train.py | 1 | 1 | --devices cuda:0,cuda:0
+05_model_parallel/train.py | 1 | | --devices cuda:0,cuda:0
 05_model_parallel/train.py | 1 | 2 |
 05_model_parallel/train.py | 2 | 2 | --devices cuda:0,cuda:0,cuda:1,cuda:1
-05_model_parallel/pipeline.py | 2 | 1 |
-05_model_parallel/pipeline.py | 2 | 1 | --schedule 1f1b
-05_model_parallel/tensor_parallel.py | 2 | 1 |
-05_model_parallel/fsdp.py | 2 | 1 | --amp --recompute
-07_slurm/fsdp.py | 2 | 1 | --shards 1
+05_model_parallel/pipeline.py | 2 | |
+05_model_parallel/pipeline.py | 2 | | --schedule 1f1b
+05_model_parallel/tensor_parallel.py | 2 | |
+05_model_parallel/fsdp.py | 2 | | --amp --recompute
+07_slurm/fsdp.py | 2 | | --shards 1
 """
 
 
 @each_row(WAYS)
 def test_a_divided_model_learns(row, copy, tmp_path, monkeypatch):
     script, ranks, gpus, options = row
-    see(max(int(gpus), len(GPUS[:2])), monkeypatch)
+    if gpus:
+        see(int(gpus), monkeypatch)
     options = ["--data-dir", copy / "common", "--epochs", 2, *options.split()]
     result = check(start(copy / script, ranks, *options, cwd=tmp_path))
     first, last = re.findall(r"  loss (\d\.\d{4})", result.output)

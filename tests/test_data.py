@@ -31,20 +31,20 @@ def torchvision_mnist():
 
 def test_mnist_is_downloaded_and_loaded(tmp_path, monkeypatch):
     """Also where a file is there, but incomplete; another process may be reading it."""
-    files, root, pixels, sizes = tmp_path / "files", tmp_path / "the data", [], {}
+    files, root, mnist = tmp_path / "files", tmp_path / "root", torchvision_mnist()
     files.mkdir()
-    for part, count in (("train", 100), ("t10k", 23)):
-        pixels.append(torch.randint(256, (count, 28, 28)).byte())
-        images = struct.pack(">IIII", 2051, count, 28, 28) + bytes(pixels[-1].flatten())
-        labels = struct.pack(">II", 2049, count) + bytes(n % 10 for n in range(count))
+    labels = struct.pack(">II", 2049, 100) + bytes(n % 10 for n in range(100))
+    pixels, sizes = [], {}
+    for part in ("train", "t10k"):
+        pixels.append(torch.randint(256, (100, 28, 28)).byte())
+        images = struct.pack(">IIII", 2051, 100, 28, 28) + bytes(pixels[-1].flatten())
         for kind, content in (("images-idx3", images), ("labels-idx1", labels)):
             name = f"{part}-{kind}-ubyte"
             (files / name).write_bytes(content)
             (files / f"{name}.gz").write_bytes(gzip.compress(content))
             sizes[name] = len(content)
     monkeypatch.setattr(data, "BYTES", sizes)
-    compressed = [(f"{name}.gz", None) for name in sizes]
-    monkeypatch.setattr(torchvision_mnist(), "resources", compressed)
+    monkeypatch.setattr(mnist, "resources", [(f"{name}.gz", None) for name in sizes])
     shutil.copytree(files, root / "MNIST/raw", ignore=shutil.ignore_patterns("*.gz"))
     incomplete = root / "MNIST/raw/t10k-labels-idx1-ubyte"
     incomplete.write_bytes(b"1234")
@@ -52,17 +52,16 @@ def test_mnist_is_downloaded_and_loaded(tmp_path, monkeypatch):
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=files)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}/"
-        monkeypatch.setattr(torchvision_mnist(), "mirrors", [url])
+        url = f"http://127.0.0.1:{server.server_port}/"
+        monkeypatch.setattr(mnist, "mirrors", [url])
         load_mnist(root)
         server.shutdown()
     assert reader.read() == b"1234"  # it was replaced, not overwritten
-    assert sorted(path.name for path in root.iterdir()) == ["MNIST"]
-    train_set, test_set = load_mnist(root)  # now without a server
-    torch.testing.assert_close(train_set.tensors[0][:, 0], pixels[0] / 255)
-    images, labels = test_set[[7, 3, 22]]
-    torch.testing.assert_close(images[:, 0], pixels[1][[7, 3, 22]] / 255)
-    assert labels.tolist() == [7, 3, 2]
+    assert [*root.iterdir()] == [root / "MNIST"]
+    for part, expected in zip(load_mnist(root), pixels, strict=True):  # from the disk
+        images, labels = part.tensors
+        torch.testing.assert_close(images[:, 0], expected / 255)
+        assert labels.tolist() == [*range(10)] * 10
 
 
 @pytest.mark.parametrize("given", [[], ["--data-dir=data"]])

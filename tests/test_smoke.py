@@ -42,15 +42,15 @@ SCRIPTS = {  # how many nodes, and the command of each
     "07_slurm/fsdp.py": (1, ONE),
     "08_docker/train.py": (1, ONE),
 }
-LINE = r"^epoch 1/1  .*accuracy (\d\.\d{4})  \d+\.\d s  \d+ images/s$"
+# at least 0.1
+LINE = r"^epoch 1/1  .*accuracy (0\.[1-9]\d{3})  \d+\.\d s  \d+ images/s$"
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     """A copy with a tenth of the digits, in a folder with a space in its name."""
     copy = tmp_path_factory.mktemp("smoke") / "a copy"
-    ignored = shutil.ignore_patterns(".*", "tests", "data", "*.pt")
-    shutil.copytree(ROOT, copy, ignore=ignored)
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "data", "*.pt"))
     data = copy / "common/data.py"
     data.write_text(data.read_text().replace("[:1438", "[:140"))
     return copy
@@ -66,9 +66,9 @@ def start(nodes, command, script, folder, options):
         words = command.split()  # before the script's path, which may have a space
         words = [word.format(script=script, node=node, port=port) for word in words]
         started.append(Popen([*words, *options], cwd=own, text=True, stdout=PIPE))
-    printed = [process.communicate(timeout=120)[0] for process in started]
+    printed = "".join(process.communicate(timeout=120)[0] for process in started)
     assert not any(process.returncode for process in started)
-    return "".join(printed)
+    return printed
 
 
 @torch.no_grad()
@@ -87,7 +87,6 @@ def test_two_processes_train_and_rank_0_saves(script, copy, tmp_path):
     printed = start(*SCRIPTS[script], copy / script, tmp_path, options)
     [accuracy] = re.findall(LINE, printed, re.M)
     [loss] = re.findall(r"  loss \d\.\d{4}", printed)
-    assert float(accuracy) > 0.1
     [file] = tmp_path.glob("*/new/*")
     assert file == tmp_path / "0/new/mnist.pt"
     model = VisionTransformer(64, 3) if "fsdp" in script else ConvNet()

@@ -1,4 +1,4 @@
-"""In place of common/data.py: few images, learned in a few steps, and events.
+"""In place of common/data.py: few images, and events.
 
 READ="1 57 15": the process of rank 1 gets signal 15 when it reads its 57th image.
 IMAGE="5 9": the process that reads image 5, maybe a worker, gets signal 9, or with 0 an
@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 if "FLOAT32" not in os.environ:
     torch.set_default_dtype(torch.float64)  # rounding is far from any mistake
     torch.Tensor.float = torch.Tensor.double
-TRAIN, TEST = int(os.environ.get("TRAIN_IMAGES") or 181), 47  # no multiples of 2 or 3
+TRAIN, TEST = int(os.environ.get("TRAIN_IMAGES", 181)), 47  # no multiples of 2 or 3
 
 
 class Images(TensorDataset):
@@ -26,8 +26,8 @@ class Images(TensorDataset):
 
     def __getitem__(self, index):
         Images.read += 1
-        rank, at, number = map(int, os.environ.get("READ", "-1 0 0").split())
-        if os.environ.get("RANK") == str(rank) and Images.read == at:
+        rank, at, number = map(int, os.environ.get("READ", "0 0 0").split())
+        if Images.read == at and os.environ["RANK"] == f"{rank}":
             os.kill(os.getpid(), number)
         at, number = map(int, os.environ.get("IMAGE", "-1 0").split())
         if index == at and not os.path.exists("happened"):
