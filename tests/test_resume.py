@@ -187,12 +187,12 @@ def test_fsdp_rejects_another_checkpoint_nan_and_a_disk_that_is_not_shared(
 ):
     start("fsdp", 1, "--epochs=1")
     before = contents(tmp_path)
-    for change, error in (("--lr=2", "'lr': 0.006}, not {"), ("--width=32", "ismatch")):
+    for change, error in (("--lr=2", "'lr': 0.006,"), ("--width=32", "ismatch")):
         failed = start("fsdp", 1, "--epochs=2", change, code=1)
         assert error in failed.errors, failed
         assert contents(tmp_path) == before
     nan = start("fsdp", 1, "--lr=1e30", cwd=tmp_path / "nan", FLOAT32=1, code=1)
-    assert re.search(r"ValueError: \S+ has a NaN", nan.errors), nan
+    assert re.search("ValueError: a weight is NaN", nan.errors), nan
     for rank in range(2):
         (tmp_path / f"own/{rank}").mkdir(parents=True)
     own = start("fsdp", 2, cwd=tmp_path / "own", fault="own_folders", code=1)
