@@ -77,7 +77,7 @@ def train(args):
     whole = VisionTransformer(args.width, args.depth) if rank == 0 else None
     with torch.device("meta"):
         model = VisionTransformer(args.width, args.depth, args.recompute)
-    # FSDP-2: each rank has a shard of each weight, gradient and moment: none are equal
+    # FSDP-2: each rank has a shard of each weight, gradient and moment: none to compare
     mesh = init_device_mesh(args.device, (world_size,))  # all ranks in one row
     policy = MixedPrecisionPolicy()  # float32
     if args.amp:  # in place of autocast; the shards and the sums stay in float32
@@ -129,7 +129,7 @@ def train(args):
             optimizer.zero_grad()
             loss = criterion(model(images).float(), labels)  # as autocast does
             loss.backward()  # FSDP-2: each rank gets its shards of the mean gradient
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)  # on all ranks
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)  # a collective
             optimizer.step()
             scheduler.step()
             total[0] += loss.detach() * len(labels)

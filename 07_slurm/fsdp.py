@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-ctypes.CDLL(None).prctl(1, 9)  # CKPT-1: PR_SET_PDEATHSIG, SIGKILL: die with torchrun
+ctypes.CDLL(None).prctl(1, 9)  # CKPT-1: SIGKILL when torchrun dies, or two runs save
 
 import torch
 import torch.distributed as dist
@@ -161,7 +161,7 @@ def train(args):
         total = torch.zeros(2, dtype=torch.float64, device=device)
         # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
         hide = True if rank > 0 else None
-        seed_step()  # CKPT-4: iter() seeds workers, which draw other noise if resumed
+        seed_step()  # CKPT-4: iter() seeds workers, or a resume repeats epoch 1's noise
         batches = stops.iterate(train_loader)  # STOP-1: its workers get no signals
         batches = tqdm(batches, f"epoch {epoch}", leave=False, disable=hide)
         seed_step()  # CKPT-4: again, because iter() has drawn a number
@@ -170,7 +170,7 @@ def train(args):
             optimizer.zero_grad()
             loss = criterion(model(images).float(), labels)  # as autocast does
             loss.backward()  # FSDP-2: each rank gets its shards of the mean gradient
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)  # on all ranks
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)  # a collective
             # CKPT-4: the rate follows the images, as the number of ranks may change
             done = min(progress["done"] + global_batch, length)
             middle = (progress["done"] + done) / 2 / length  # of the step, in the epoch
@@ -234,7 +234,7 @@ def evaluate(model, batches, length, device):
 def rest_of_epoch(length, seed, done):  # CKPT-4: what this rank has left of an epoch
     """Return this rank's share of the indices after the first `done` of the epoch.
 
-    Ranks take turns, so that these are used up. The first ones pad the last ones.
+    Ranks take turns, so the first `done` are used up. The first ones pad the last ones.
     """
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -251,7 +251,7 @@ def save_whole(model, path):  # FSDP-4: all ranks take part, rank 0 gets the wei
 
 
 def save_checkpoint(folder, model, optimizer, progress, must_match):
-    """Write a checkpoint on all ranks, then delete all before the newest two."""
+    """Write a checkpoint on all ranks. Of the older ones keep one complete spare."""
     path = folder / "epoch-{epoch:06}-done-{done:012}".format(**progress)  # sortable
     if dist.get_rank() == 0:  # on a parallel disk mkdir by several ranks may fail
         path.mkdir(parents=True, exist_ok=True)
@@ -272,7 +272,7 @@ def load_newest(folder, model, optimizer, progress, must_match):
     [path] = newest
     if path and wait_for_file(path):
         state = state_of(model, optimizer, progress, dict(must_match))  # a copy
-        dcp.load(state, checkpoint_id=path.parent)  # FSDP-5: into what is in state
+        dcp.load(state, checkpoint_id=path.parent)  # FSDP-5: overwrites what state has
         if state["must_match"] != must_match:
             raise ValueError(f"{folder} has {state['must_match']}, not {must_match}")
         weights, moments = state["model"], state["optimizer"]

@@ -11,7 +11,7 @@ import time
 import zipfile
 from pathlib import Path
 
-ctypes.CDLL(None).prctl(1, 9)  # CKPT-1: PR_SET_PDEATHSIG, SIGKILL: die with torchrun
+ctypes.CDLL(None).prctl(1, 9)  # CKPT-1: SIGKILL when torchrun dies, or two runs save
 
 import torch
 import torch.distributed as dist
@@ -120,7 +120,7 @@ def train(args):
         total = torch.zeros(2, dtype=torch.float64, device=device)
         # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
         hide = True if rank > 0 else None
-        seed_step()  # CKPT-4: iter() seeds workers, which draw other noise if resumed
+        seed_step()  # CKPT-4: iter() seeds workers, or a resume repeats epoch 1's noise
         batches = tqdm(iter(train_loader), f"epoch {epoch}", leave=False, disable=hide)
         seed_step()  # CKPT-4: again, because iter() has drawn a number
         for step, batch in enumerate(batches, start=1):
@@ -184,7 +184,7 @@ def evaluate(model, batches, length, device):
 def rest_of_epoch(length, seed, done):  # CKPT-4: what this rank has left of an epoch
     """Return this rank's share of the indices after the first `done` of the epoch.
 
-    Ranks take turns, so that these are used up. The first ones pad the last ones.
+    Ranks take turns, so the first `done` are used up. The first ones pad the last ones.
     """
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -213,7 +213,7 @@ def load_checkpoint(path, stateful, progress, must_match):  # CKPT-3: on all ran
     """Load into stateful and progress. Raises if it is damaged or of another run."""
     if zipfile.ZipFile(path).testzip():  # torch.load does not compare the checksums
         raise ValueError(f"{path} is damaged")
-    state = torch.load(path, "cpu", mmap=True, weights_only=True)  # one per machine
+    state = torch.load(path, "cpu", mmap=True, weights_only=True)  # 1 copy per machine
     if state["must_match"] != must_match:
         raise ValueError(f"{path} has {state['must_match']}, not {must_match}")
     for name, each in stateful.items():

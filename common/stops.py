@@ -48,7 +48,7 @@ class StopSignals:
         The workers must deliver batches until the stop. They inherit what is blocked.
         """
         if loader.num_workers and not loader.multiprocessing_context:
-            loader.multiprocessing_context = "fork"  # a forkserver has an older mask
+            loader.multiprocessing_context = "fork"  # 3.14's has an older mask
         others = set(multiprocessing.active_children())
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:

@@ -199,8 +199,8 @@ def test_failed_without_progress(submit, tmp_path):
 
 
 def test_out_of_time(cluster, submit):
-    """Slurm looks every 30 s, and sends the signal early: after 70 to 100 s."""
-    limit = {"SBATCH_TIMELIMIT": "2", "SBATCH_SIGNAL": "TERM@20"}
+    """Slurm looks every 30 s, and sends the signal early: after 50 to 80 s."""
+    limit = {"SBATCH_TIMELIMIT": "2", "SBATCH_SIGNAL": "TERM@40"}
     jobs = [submit(script, slow=True, **limit) for script in (TRAIN, FSDP)]
     for job in jobs:
         job.wait(lambda job=job: job.record()["Restarts"] == "1")
