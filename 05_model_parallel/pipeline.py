@@ -144,10 +144,11 @@ def train(args):
             )
 
     # 6. Save
-    # MP-5: the stages of all ranks, on rank 0 only: the others may lack the memory
+    # MP-5: the stages of all ranks, on rank 0 only: the others may lack the memory.
+    # By Gloo, because NCCL would gather them in rank 0's GPU
     weights = {name: part.cpu() for name, part in model.state_dict().items()}
     stages = [None] * world_size if rank == 0 else None
-    dist.gather_object(weights, stages)
+    dist.gather_object(weights, stages, group=dist.new_group(backend="gloo"))
     if rank == 0:  # DDP-4: save on rank 0 only
         for each in stages:
             weights |= each

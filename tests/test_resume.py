@@ -1,6 +1,5 @@
 """06, 07 and 07/fsdp.py resume exactly, and what is wrong is not saved."""
 
-import io
 import pickle
 import re
 import shutil
@@ -8,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import (
     ROOT,
     copy_project,
@@ -77,7 +75,7 @@ def contents(folder):
 
 
 # --save-every of each start, and READ: which rank gets a signal, at which image
-STOPS = ["99 1 5 15", "2 0 20 9", "2 1 70 1", "99 1 5 2", "2 0 40 9"]
+STOPS = ["99 1 5 15", "2 0 20 9", "2 1 70 2"]
 
 
 @pytest.mark.parametrize(
@@ -150,22 +148,13 @@ def flip(data):
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
 
 
-def other(data):
-    """A whole file, but of other classes than a checkpoint's."""
-    torch.save(Path(), file := io.BytesIO())
-    return file.getvalue()
-
-
 @pytest.mark.parametrize(
     ("options", "images", "change", "error"),
     [
-        ("--lr=2", 181, bytes, "ValueError: .* 'lr': 0.03}, not {"),
-        ("--seed=2", 181, bytes, "ValueError: .* 'seed': 0, .* not {"),
-        ("", 180, bytes, "ValueError: .*'length': 181, .* not {"),
-        ("--epochs=1", 181, bytes, "ValueError: checkpoint.pt has .* more --epochs"),
+        ("--seed=2 --lr=2", 180, bytes, "'length': 180, 'seed': 2, 'lr': 2.0}"),
+        ("--epochs=1", 181, bytes, "checkpoint.pt has .* give more --epochs"),
         ("", 181, lambda data: data[:-1000], "BadZipFile"),
         ("", 181, flip, "ValueError: checkpoint.pt is damaged"),
-        ("", 181, other, "UnpicklingError: Weights only load failed"),
     ],
 )
 def test_06_rejects_another_or_a_damaged_checkpoint(
@@ -232,32 +221,28 @@ def test_06_what_cannot_be_loaded_is_not_saved(project, tmp_path):
 
 # What check_same_model finds, and what it does not end
 
-# fault | options
+# fault | script | options
 DIFFERENT = """
-loss_of_the_plain_model |
-bfloat16_after_ddp | --amp
-set_by_the_forward |
-random_rounding |
-rate_of_each_rank |
-edit_on_one_rank |
-nothing | --lr=1e30
+loss_of_the_plain_model | 06 |
+bfloat16_after_ddp | 04 | --amp
+set_by_the_forward | 06 |
+random_rounding | 04 |
+rate_of_each_rank | 06 |
+edit_on_one_rank | 04 |
+nothing | 06 | --lr=1e30
 """
 HEALTHY = """
-unlike_cpus | --epochs=3
-zero_gradients |
-bfloat16_and_frozen |
-skipped_steps |
+unlike_cpus | 04 | --epochs=3
+zero_gradients | 06 |
+bfloat16_and_frozen | 06 |
+skipped_steps | 04 |
 """
-in_04_and_06 = pytest.mark.parametrize(
-    "name", ["06", pytest.param("04", marks=pytest.mark.slow)]
-)
 
 
-@in_04_and_06
 @each_row(DIFFERENT)
-def test_different_weights_or_nan_are_an_error(row, name, start, tmp_path):
+def test_different_weights_or_nan_are_an_error(row, start, tmp_path):
     """It names a tensor, and nothing is saved."""
-    fault, options = row
+    fault, name, options = row
     options = ["--batch-size=16", *options.split()]
     result = start(name, 2, *options, fault=fault, FLOAT32=1, code=1)
     error = r"ValueError: the \w+ of [a-z0-9.]+ differs between the ranks, or is NaN"
@@ -265,10 +250,9 @@ def test_different_weights_or_nan_are_an_error(row, name, start, tmp_path):
     assert not contents(tmp_path)
 
 
-@in_04_and_06
 @each_row(HEALTHY)
-def test_no_healthy_run_is_ended(row, name, start):
-    fault, options = row
+def test_no_healthy_run_is_ended(row, start):
+    fault, name, options = row
     options = ["--batch-size=16", *options.split()]
     result = start(name, 2, *options, fault=fault, FLOAT32=1)
     assert "accuracy" in result.output

@@ -83,7 +83,7 @@ if __name__ == "__main__":
         with tracker:
             if fsdp:
                 own = [part.to_local() for part in own]
-            else:  # in DDP's buckets, at all times
+            else:  # in DDP's buckets, with gradient_as_bucket_view=True
                 for part in own:
                     part.grad = torch.zeros_like(part)
             held = [torch.zeros_like(part) for part in (*own, *own)]  # AdamW's state
