@@ -1,4 +1,4 @@
-"""Train a ConvNet on MNIST in one process: on the CPU, a GPU, or all by DataParallel.
+"""Train a ConvNet on MNIST in one process: CPU, one GPU, or all with DataParallel.
 
 python 01_dataparallel/train.py --epochs 5
 """
@@ -27,11 +27,11 @@ def parse_args():
     add("--lr", type=float, default=0.03, help="peak rate for 256 images: %(default)s")
     add("--seed", type=int, default=0)
     add("--workers", type=int, default=0, help="DataLoader workers: %(default)s")
-    add("--data-dir", type=Path, help="folder of MNIST; default: download it to data")
+    add("--data-dir", type=Path, help="MNIST folder; default: download to ./data")
     add("--output", type=Path, default="mnist.pt", help="weights: %(default)s")
     add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     add("--amp", action="store_true", help="mixed precision: bfloat16")
-    add("--compile", action="store_true", help="slower start, faster steps")
+    add("--compile", action="store_true", help="compile: slow start, faster steps")
     return parser.parse_args()
 
 
@@ -50,7 +50,7 @@ def train(args):
     # 3. Model
     model = dp_model = ConvNet().to(device)
     if args.device == "cuda" and torch.cuda.device_count() > 1:
-        if args.amp:  # DP-1: its threads would use float16, and you get no error
+        if args.amp:  # DP-1: its threads would use float16 without an error
             raise ValueError("--amp needs one GPU: set CUDA_VISIBLE_DEVICES=0")
         dp_model = nn.DataParallel(model)  # DP-1: split each batch among the GPUs
     if args.compile:
@@ -58,11 +58,11 @@ def train(args):
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    # square-root scaling of the rate, for Adam: arXiv:2205.10287
+    # square-root scaling of the learning rate, for Adam: arXiv:2205.10287
     lr = args.lr * (args.batch_size / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     steps = args.epochs * len(train_loader)
-    # taken at the middle of a step, so that no step has a rate of 0
+    # taken in the middle of a step, so that no step has a rate of 0
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_then_decay((step + 0.5) / steps)
     )

@@ -36,22 +36,22 @@ def parse_args():
     add("--lr", type=float, default=0.03, help="peak rate for 256 images: %(default)s")
     add("--seed", type=int, default=0)
     add("--workers", type=int, default=0, help="per process: %(default)s")
-    add("--data-dir", type=Path, help="folder of MNIST; default: download it to data")
+    add("--data-dir", type=Path, help="MNIST folder; default: download to ./data")
     add("--output", type=Path, default="mnist.pt", help="weights: %(default)s")
     add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     add("--amp", action="store_true", help="mixed precision: bfloat16")
-    add("--compile", action="store_true", help="slower start, faster steps")
+    add("--compile", action="store_true", help="compile: slow start, faster steps")
     # DDP-2: for small batches per GPU
     add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")
     # DDP-0: how many processes, and on which nodes
     gpus = torch.cuda.device_count() or 2
-    add("-g", "--nprocs", default=f"{gpus}", help="of every node, or of each: 8,2")
+    add("-g", "--nprocs", default=f"{gpus}", help="per node, or for each node: 8,2")
     add("-n", "--nodes", type=int, default=1, help="number of nodes")
     add("-i", "--node-rank", type=int, default=0, help="number of this node: 0, 1, ...")
     add("--master-addr", default="127.0.0.1", help="address of node 0")
     add("--master-port", type=int, default=29500, help="free port on node 0")
     args = parser.parse_args()
-    # DDP-0: the number for every node, or one for each
+    # DDP-0: one number for all nodes, or one for each
     per_node = [int(number) for number in args.nprocs.split(",")]
     args.per_node = per_node * args.nodes if len(per_node) == 1 else per_node
     if not 0 <= args.node_rank < args.nodes == len(args.per_node):
@@ -61,7 +61,7 @@ def parse_args():
 
 def train(local_rank, args):  # DDP-0: in each process
     # 1. Setup
-    # DDP-1: the processes meet at node 0, and are numbered node by node
+    # DDP-1: the processes meet at node 0 and are numbered node by node
     rank = sum(args.per_node[: args.node_rank]) + local_rank
     world_size = sum(args.per_node)
     meet = f"tcp://{args.master_addr}:{args.master_port}"
@@ -74,7 +74,7 @@ def train(local_rank, args):  # DDP-0: in each process
         device = torch.device("cpu")
         dist.init_process_group("gloo", **group)
     own = {"node_rank": None, "master_addr": None}  # DDP-1: these may differ
-    check_equal(**vars(args) | own)  # DDP-1: an error if a node has other options
+    check_equal(**vars(args) | own)  # DDP-1: an error if a node has different options
     torch.manual_seed(args.seed)
     args.output.parent.mkdir(parents=True, exist_ok=True)
 
@@ -99,11 +99,11 @@ def train(local_rank, args):  # DDP-0: in each process
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     global_batch = args.batch_size * world_size  # DDP-3: images per step of all ranks
-    # square-root scaling of the rate, for Adam: arXiv:2205.10287
+    # square-root scaling of the learning rate, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     steps = args.epochs * len(train_loader)
-    # taken at the middle of a step, so that no step has a rate of 0
+    # taken in the middle of a step, so that no step has a rate of 0
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_then_decay((step + 0.5) / steps)
     )
@@ -127,7 +127,7 @@ def train(local_rank, args):  # DDP-0: in each process
             scheduler.step()
             total[0] += loss.detach() * len(labels)
             total[1] += len(labels)
-        # DDP-2: raises if weights are NaN or differ, as by a loss of model(...)
+        # DDP-2: raises if weights are NaN or differ, as with a loss of model(x)
         check_same_model(model)
         dist.all_reduce(total)  # DDP-5: the sum over all ranks
         loss = (total[0] / total[1]).item()  # waits for the GPU

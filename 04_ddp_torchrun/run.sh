@@ -8,7 +8,7 @@
 set -eu
 script=$(dirname "$0")/train.py
 if command -v nvidia-smi >/dev/null; then NPROC=${NPROC:-gpu}; else NPROC=${NPROC:-2}; fi
-if [ "$NPROC" != gpu ]; then # on GPUs torchrun's one thread per process is enough
+if [ "$NPROC" != gpu ]; then # with GPUs, torchrun's default of one thread is enough
   cores=$(nproc)
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + NPROC - 1) / NPROC))}
 fi

@@ -37,21 +37,21 @@ def parse_args():
     add("--lr", type=float, default=0.006, help="peak rate for 256 images: %(default)s")
     add("--seed", type=int, default=0)
     add("--workers", type=int, default=0, help="per process: %(default)s")
-    add("--data-dir", type=Path, help="folder of MNIST; default: download it to data")
+    add("--data-dir", type=Path, help="MNIST folder; default: download to ./data")
     add("--output", type=Path, default="mnist.pt", help="weights: %(default)s")
     add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     add("--amp", action="store_true", help="mixed precision: bfloat16")
-    # FSDP-1: the size; recompute: compute activations again in backward, keep none
+    # FSDP-1: the size; --recompute: keep no activations, recompute them in backward
     add("--width", type=int, default=64, help="features per patch: %(default)s")
     add("--depth", type=int, default=3, help="blocks: %(default)s")
-    add("--recompute", action="store_true", help="of activations: less memory")
+    add("--recompute", action="store_true", help="recompute activations: less memory")
     return parser.parse_args()
 
 
 @record  # DDP-1: the last lines that torchrun prints show the first error
 def train(args):
     # 1. Setup
-    # DDP-1: torchrun has set LOCAL_RANK, which is the number of the GPU on this machine
+    # DDP-1: torchrun sets LOCAL_RANK, the number of the GPU on this machine
     local_rank = int(os.environ["LOCAL_RANK"])
     if args.device == "cuda":
         device = torch.device("cuda", local_rank)
@@ -61,7 +61,7 @@ def train(args):
         device = torch.device("cpu")
         dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    check_equal(**vars(args))  # DDP-1: an error if a machine has other options
+    check_equal(**vars(args))  # DDP-1: an error if a machine has different options
     torch.manual_seed(args.seed)
     args.output.parent.mkdir(parents=True, exist_ok=True)
 
@@ -75,19 +75,19 @@ def train(args):
     test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
     # 3. Model
-    # FSDP-1: rank 0 makes the whole model; on meta a model has shapes, but no memory
+    # FSDP-1: rank 0 makes the whole model; on meta a model has shapes but no memory
     whole = VisionTransformer(args.width, args.depth) if rank == 0 else None
     with torch.device("meta"):
         model = VisionTransformer(args.width, args.depth, args.recompute)
     # FSDP-2: each rank has a shard of each weight, gradient and moment: none to compare
     mesh = init_device_mesh(args.device, (world_size,))  # all ranks in one row
     policy = MixedPrecisionPolicy()  # float32
-    if args.amp:  # in place of autocast; the shards and the sums stay in float32
+    if args.amp:  # instead of autocast; shards and sums stay in float32
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-    # a block is whole only while it computes; model, the last, has all other layers
+    # a block is whole only while it computes; model comes last, with all other layers
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)  # all ranks must call model()
-        # or torch 2.8 on the CPU takes the sum of the gradients for their mean
+        # otherwise torch 2.8 takes the sum of the gradients for their mean on the CPU
         module.set_force_sum_reduction_for_comms(args.device == "cpu")
     # FSDP-3: allocate the shards, then fill them with rank 0's weights
     model.to_empty(device=device)
@@ -108,11 +108,11 @@ def train(args):
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     global_batch = args.batch_size * world_size  # DDP-3: images per step of all ranks
-    # square-root scaling of the rate, for Adam: arXiv:2205.10287
+    # square-root scaling of the learning rate, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.05)
     steps = args.epochs * len(train_loader)
-    # taken at the middle of a step, so that no step has a rate of 0
+    # taken in the middle of a step, so that no step has a rate of 0
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_then_decay((step + 0.5) / steps)
     )

@@ -36,14 +36,14 @@ def parse_args():
     add("--lr", type=float, default=0.03, help="peak rate for 256 images: %(default)s")
     add("--seed", type=int, default=0)
     add("--workers", type=int, default=0, help="per process: %(default)s")
-    add("--data-dir", type=Path, help="folder of MNIST; default: download it to data")
+    add("--data-dir", type=Path, help="MNIST folder; default: download to ./data")
     add("--output", type=Path, default="mnist.pt", help="weights: %(default)s")
     add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
-    # MP-3: how many, and when
+    # MP-3: how many micro-batches, and in which order
     add("--chunks", type=int, default=4, help="micro-batches per step: %(default)s")
-    add("--schedule", choices=SCHEDULES, default="gpipe", help="their order")
+    add("--schedule", choices=SCHEDULES, default="gpipe", help="order of micro-batches")
     args = parser.parse_args()
-    if args.batch_size % args.chunks:  # MP-3: micro-batches of one size
+    if args.batch_size % args.chunks:  # MP-3: micro-batches of equal size
         parser.error("--chunks must divide --batch-size")
     return args
 
@@ -51,7 +51,7 @@ def parse_args():
 @record  # DDP-1: the last lines that torchrun prints show the first error
 def train(args):
     # 1. Setup
-    # DDP-1: torchrun has set LOCAL_RANK, which is the number of the GPU on this machine
+    # DDP-1: torchrun sets LOCAL_RANK, the number of the GPU on this machine
     local_rank = int(os.environ["LOCAL_RANK"])
     if args.device == "cuda":
         device = torch.device("cuda", local_rank)
@@ -61,7 +61,7 @@ def train(args):
         device = torch.device("cpu")
         dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    check_equal(**vars(args))  # DDP-1: an error if a machine has other options
+    check_equal(**vars(args))  # DDP-1: an error if a machine has different options
     torch.manual_seed(args.seed)
     args.output.parent.mkdir(parents=True, exist_ok=True)
 
@@ -69,7 +69,7 @@ def train(args):
     # MP-4: one process per machine downloads, and all ranks read all images
     train_set, test_set = load_mnist(args.data_dir, download=local_rank == 0)
     options = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}
-    # MP-3: drop_last, because all micro-batches must have one size
+    # MP-3: drop_last, because all micro-batches must have the same size
     train_loader = DataLoader(
         train_set, args.batch_size, shuffle=True, drop_last=True, **options
     )
@@ -87,8 +87,8 @@ def train(args):
     model = nn.Sequential(OrderedDict(layers[first:end])).to(device)
     del whole, layers
     # MP-2: what each stage receives and returns. Without these examples, PipelineStage
-    # would infer the shapes by a trial run. In torch 2.13 and in older releases this
-    # run counts in BatchNorm's statistics.
+    # would infer the shapes by a trial run, which changes BatchNorm's statistics in
+    # torch 2.13 and in older releases.
     shapes = [(1, 28, 28), (16, 14, 14), (32 * 7 * 7,), (10,)]
     micro_batch = args.batch_size // args.chunks
     examples = [
@@ -104,11 +104,11 @@ def train(args):
     # MP-5: without a loss there is no backward
     stage = PipelineStage(model, rank, world_size, device, *examples)
     test_schedule = ScheduleGPipe(stage, args.chunks)
-    # square-root scaling of the rate, for Adam: arXiv:2205.10287
+    # square-root scaling of the learning rate, for Adam: arXiv:2205.10287
     lr = args.lr * (args.batch_size / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     steps = args.epochs * len(train_loader)
-    # taken at the middle of a step, so that no step has a rate of 0
+    # taken in the middle of a step, so that no step has a rate of 0
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_then_decay((step + 0.5) / steps)
     )
@@ -134,7 +134,7 @@ def train(args):
             if losses:
                 total[0] += torch.stack(losses).detach().mean() * len(labels)
                 total[1] += len(labels)
-        dist.all_reduce(total)  # MP-2: the last stage's
+        dist.all_reduce(total)  # MP-2: only the last stage has it
         loss = (total[0] / total[1]).item()  # waits for the GPU
         seconds = time.perf_counter() - start
         accuracy = evaluate(model, test_schedule, test_loader, len(test_set), device)
@@ -146,8 +146,8 @@ def train(args):
             )
 
     # 6. Save
-    # MP-5: the stages of all ranks, on rank 0 only: the others may lack the memory.
-    # By Gloo, because NCCL would gather them in rank 0's GPU
+    # MP-5: gather all stages on rank 0 only, as the others may lack the memory.
+    # With Gloo, because NCCL would gather them in rank 0's GPU memory
     weights = {name: part.cpu() for name, part in model.state_dict().items()}
     stages = [None] * world_size if rank == 0 else None
     dist.gather_object(weights, stages, group=dist.new_group(backend="gloo"))
@@ -164,7 +164,7 @@ def evaluate(model, schedule, batches, length, device):
     correct = torch.zeros((), device=device)
     for batch in batches:
         images, labels = [part.to(device, non_blocking=True) for part in batch]
-        # MP-3: fill the last batch, because all micro-batches must have one size
+        # MP-3: fill the last batch, because all micro-batches must have the same size
         missing = batches.batch_size - len(labels)
         images = nn.functional.pad(images, (0, 0) * 3 + (0, missing))
         inputs = [images] if dist.get_rank() == 0 else []

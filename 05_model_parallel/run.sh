@@ -10,7 +10,7 @@ set -eu
 script=${SCRIPT:-train.py}
 if [ "$script" = train.py ] || [ "$script" = pipeline.py ]; then NPROC=${NPROC:-2}; fi
 if command -v nvidia-smi >/dev/null; then NPROC=${NPROC:-gpu}; else NPROC=${NPROC:-2}; fi
-if [ "$NPROC" != gpu ]; then # on GPUs torchrun's one thread per process is enough
+if [ "$NPROC" != gpu ]; then # with GPUs, torchrun's default of one thread is enough
   cores=$(nproc)
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + NPROC - 1) / NPROC))}
 fi

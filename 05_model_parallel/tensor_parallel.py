@@ -38,7 +38,7 @@ def parse_args():
     add("--lr", type=float, default=0.03, help="peak rate for 256 images: %(default)s")
     add("--seed", type=int, default=0)
     add("--workers", type=int, default=0, help="per process: %(default)s")
-    add("--data-dir", type=Path, help="folder of MNIST; default: download it to data")
+    add("--data-dir", type=Path, help="MNIST folder; default: download to ./data")
     add("--output", type=Path, default="mnist.pt", help="weights: %(default)s")
     add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     # MP-1: what is split
@@ -61,7 +61,7 @@ class Mlp(nn.Module):
 @record  # DDP-1: the last lines that torchrun prints show the first error
 def train(args):
     # 1. Setup
-    # DDP-1: torchrun has set LOCAL_RANK, which is the number of the GPU on this machine
+    # DDP-1: torchrun sets LOCAL_RANK, the number of the GPU on this machine
     local_rank = int(os.environ["LOCAL_RANK"])
     if args.device == "cuda":
         device = torch.device("cuda", local_rank)
@@ -71,7 +71,7 @@ def train(args):
         device = torch.device("cpu")
         dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    check_equal(**vars(args))  # DDP-1: an error if a machine has other options
+    check_equal(**vars(args))  # DDP-1: an error if a machine has different options
     torch.manual_seed(args.seed)
     args.output.parent.mkdir(parents=True, exist_ok=True)
 
@@ -91,11 +91,11 @@ def train(args):
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    # square-root scaling of the rate, for Adam: arXiv:2205.10287
+    # square-root scaling of the learning rate, for Adam: arXiv:2205.10287
     lr = args.lr * (args.batch_size / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     steps = args.epochs * len(train_loader)
-    # taken at the middle of a step, so that no step has a rate of 0
+    # taken in the middle of a step, so that no step has a rate of 0
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_then_decay((step + 0.5) / steps)
     )

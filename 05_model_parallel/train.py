@@ -1,4 +1,4 @@
-"""Train a ConvNet on MNIST, split by hand across two devices, and DDP for more.
+"""Train a ConvNet on MNIST, split by hand across two devices, with DDP for more.
 
 torchrun --standalone --nproc-per-node=1 05_model_parallel/train.py --chunks 8
 torchrun --standalone --nproc-per-node=2 05_model_parallel/train.py
@@ -37,10 +37,10 @@ def parse_args():
     add("--lr", type=float, default=0.03, help="peak rate for 256 images: %(default)s")
     add("--seed", type=int, default=0)
     add("--workers", type=int, default=0, help="per process: %(default)s")
-    add("--data-dir", type=Path, help="folder of MNIST; default: download it to data")
+    add("--data-dir", type=Path, help="MNIST folder; default: download to ./data")
     add("--output", type=Path, default="mnist.pt", help="weights: %(default)s")
     add("--devices", default=",".join(devices), help="two per process: %(default)s")
-    # MP-3: how many
+    # MP-3: how many micro-batches
     add("--chunks", type=int, default=4, help="micro-batches per step: %(default)s")
     return parser.parse_args()
 
@@ -55,14 +55,14 @@ class SplitConvNet(ConvNet):
         super().__init__()
         self.devices = devices
         self.chunks = chunks
-        # MP-1: a part on each
+        # MP-1: one part on each device
         self.layer1.to(devices[0])
         self.layer2.to(devices[1])
         self.fc.to(devices[1])
 
     def forward(self, images):
         logits = []
-        # MP-3: the first GPU starts the next one while the second is busy
+        # MP-3: the first GPU starts the next one while the second GPU is busy
         for micro_batch in images.chunk(self.chunks):
             hidden = self.layer1(micro_batch)
             hidden = hidden.to(self.devices[1])  # MP-2: the backward sends its gradient
@@ -86,7 +86,7 @@ def train(args):
     else:
         dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    check_equal(**vars(args))  # DDP-1: an error if a machine has other options
+    check_equal(**vars(args))  # DDP-1: an error if a machine has different options
     torch.manual_seed(args.seed)
     args.output.parent.mkdir(parents=True, exist_ok=True)
 
@@ -108,11 +108,11 @@ def train(args):
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     global_batch = args.batch_size * world_size  # DDP-3: images per step of all ranks
-    # square-root scaling of the rate, for Adam: arXiv:2205.10287
+    # square-root scaling of the learning rate, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     steps = args.epochs * len(train_loader)
-    # taken at the middle of a step, so that no step has a rate of 0
+    # taken in the middle of a step, so that no step has a rate of 0
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_then_decay((step + 0.5) / steps)
     )
@@ -128,7 +128,7 @@ def train(args):
         hide = True if rank > 0 else None
         for batch in tqdm(train_loader, f"epoch {epoch}", leave=False, disable=hide):
             images, labels = batch
-            # MP-2: each where it is needed
+            # MP-2: each to the device that needs it
             images = images.to(first, non_blocking=True)
             labels = labels.to(second, non_blocking=True)
             optimizer.zero_grad()
@@ -151,7 +151,7 @@ def train(args):
 
     # 6. Save
     if rank == 0:  # DDP-4: save on rank 0 only
-        # MP-5: as a plain ConvNet's weights on the CPU
+        # MP-5: like the weights of a plain ConvNet on the CPU
         weights = {name: part.cpu() for name, part in model.state_dict().items()}
         torch.save(weights, args.output)
 
@@ -165,7 +165,7 @@ def evaluate(model, batches, length):
     first, second = model.devices
     correct = []
     for images, labels in batches:
-        # MP-2: each where it is needed
+        # MP-2: each to the device that needs it
         images = images.to(first, non_blocking=True)
         labels = labels.to(second, non_blocking=True)
         correct.append(model(images).argmax(1) == labels)

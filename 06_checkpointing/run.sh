@@ -8,11 +8,11 @@
 set -eu
 script=$(dirname "$0")/train.py
 if command -v nvidia-smi >/dev/null; then NPROC=${NPROC:-gpu}; else NPROC=${NPROC:-2}; fi
-if [ "$NPROC" != gpu ]; then # on GPUs torchrun's one thread per process is enough
+if [ "$NPROC" != gpu ]; then # with GPUs, torchrun's default of one thread is enough
   cores=$(nproc)
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + NPROC - 1) / NPROC))}
 fi
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or restarted processes may find old addresses
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # else restarted processes may find old addresses
 
 if [ -z "${RDZV_ENDPOINT:-}" ] && [ "${NNODES:-1}" = 1 ]; then
   exec torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node="$NPROC" --max-restarts=3 \

@@ -11,7 +11,7 @@ import time
 import zipfile
 from pathlib import Path
 
-ctypes.CDLL(None).prctl(1, 9)  # CKPT-1: SIGKILL when torchrun dies, or two runs save
+ctypes.CDLL(None).prctl(1, 9)  # CKPT-1: SIGKILL if torchrun dies, else two runs save
 
 import torch
 import torch.distributed as dist
@@ -37,14 +37,14 @@ def parse_args():
     add("--lr", type=float, default=0.03, help="peak rate for 256 images: %(default)s")
     add("--seed", type=int, default=0)
     add("--workers", type=int, default=0, help="per process: %(default)s")
-    add("--data-dir", type=Path, help="folder of MNIST; default: download it to data")
+    add("--data-dir", type=Path, help="MNIST folder; default: download to ./data")
     add("--output", type=Path, default="mnist.pt", help="weights: %(default)s")
     add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     add("--amp", action="store_true", help="mixed precision: bfloat16")
-    add("--compile", action="store_true", help="slower start, faster steps")
+    add("--compile", action="store_true", help="compile: slow start, faster steps")
     # DDP-2: for small batches per GPU
     add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")
-    # CKPT-1: one path per run: what is there is resumed
+    # CKPT-1: one path per run, because what is there is resumed
     add("--checkpoint", type=Path, default="checkpoint.pt", help="one file per run")
     add("--save-every", type=int, default=100, help="steps: %(default)s")
     return parser.parse_args()
@@ -53,7 +53,7 @@ def parse_args():
 @record  # DDP-1: the last lines that torchrun prints show the first error
 def train(args):
     # 1. Setup
-    # DDP-1: torchrun has set LOCAL_RANK, which is the number of the GPU on this machine
+    # DDP-1: torchrun sets LOCAL_RANK, the number of the GPU on this machine
     local_rank = int(os.environ["LOCAL_RANK"])
     if args.device == "cuda":
         device = torch.device("cuda", local_rank)
@@ -63,7 +63,7 @@ def train(args):
         device = torch.device("cpu")
         dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    check_equal(**vars(args))  # DDP-1: an error if a machine has other options
+    check_equal(**vars(args))  # DDP-1: an error if a machine has different options
     torch.manual_seed(args.seed)
     for path in (args.output, args.checkpoint):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,32 +88,32 @@ def train(args):
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     global_batch = args.batch_size * world_size  # DDP-3: images per step of all ranks
-    # square-root scaling of the rate, for Adam: arXiv:2205.10287
+    # square-root scaling of the learning rate, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr)
-    # CKPT-4: peaks of this start: loading sets lr, weight_decay, ... as they were saved
+    # CKPT-4: this start's peaks, because loading overwrites lr, weight_decay, ...
     peaks = [group["lr"] for group in optimizer.param_groups]
-    # CKPT-1: saved: what has a state_dict() (model, not ddp_model), and plain values
+    # CKPT-1: what is saved: objects with a state_dict() (not ddp_model), plain values
     stateful = {"model": model, "optimizer": optimizer}
     progress = {"epoch": 1, "done": 0}  # done: images of this epoch, over all ranks
-    # CKPT-3: must be equal at a resume; ranks, --batch-size and --epochs may change
+    # CKPT-3: must match when a run resumes; ranks, batch size and epochs may change
     must_match = {"length": length, "seed": args.seed, "lr": args.lr}
     if wait_for_file(args.checkpoint):  # CKPT-3: on all ranks, as DDP sent only weights
         load_checkpoint(args.checkpoint, stateful, progress, must_match)
-    check_equal(length=length, **progress)  # CKPT-3: data of one length, and one file
+    check_equal(length=length, **progress)  # CKPT-3: the same data and checkpoint
     if progress["epoch"] > args.epochs:
         raise ValueError(f"{args.checkpoint} has {progress}: give more --epochs")
     if rank == 0:  # DDP-4: log on rank 0 only
         print(f"starting at {progress} on {world_size} ranks", flush=True)
 
-    def seed_step():  # CKPT-4: on as many ranks a resumed run draws the same noise
+    def seed_step():  # CKPT-4: a run resumed on as many ranks draws the same noise
         seen = (progress["epoch"] - 1) * length + progress["done"]
         torch.manual_seed(args.seed + seen * world_size + rank)
 
     # 5. Train and evaluate
     for epoch in range(progress["epoch"], args.epochs + 1):
         progress["epoch"] = epoch
-        # CKPT-4: the rest of the epoch; there is none if only its evaluation was missed
+        # CKPT-4: the rest of the epoch; it is empty if only the evaluation is missing
         shard = rest_of_epoch(length, args.seed + epoch, progress["done"])
         train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options)
         model.train()
@@ -131,10 +131,10 @@ def train(args):
             with torch.autocast(args.device, torch.bfloat16, enabled=args.amp):
                 loss = criterion(ddp_model(images), labels)
             loss.backward()  # DDP-2: averages the gradients of all ranks
-            # CKPT-4: the rate follows the images, as the number of ranks may change
+            # CKPT-4: the rate follows the images, since the number of ranks may change
             done = min(progress["done"] + global_batch, length)
-            middle = (progress["done"] + done) / 2 / length  # of the step, in the epoch
-            fraction = (epoch - 1 + middle) / args.epochs  # it falls with more --epochs
+            middle = (progress["done"] + done) / 2 / length  # of this step in the epoch
+            fraction = (epoch - 1 + middle) / args.epochs  # smaller with more --epochs
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * warmup_then_decay(fraction)
             optimizer.step()
@@ -144,7 +144,7 @@ def train(args):
             # CKPT-1: on all ranks: every N steps of the epoch, and after its last one
             last = step == len(train_loader)
             if last or done // global_batch % args.save_every == 0:
-                # DDP-2: raises if weights are NaN or differ, as by a loss of model(...)
+                # DDP-2: raises if weights are NaN or differ, as with a loss of model(x)
                 check_same_model(model)
                 dist.all_reduce(total)  # DDP-5: the sum over all ranks
                 if rank == 0:  # DDP-4: the others wait for rank 0 in the next step
@@ -186,7 +186,7 @@ def evaluate(model, batches, length, device):
 def rest_of_epoch(length, seed, done):  # CKPT-4: what this rank has left of an epoch
     """Return this rank's share of the indices after the first `done` of the epoch.
 
-    Ranks take turns, so the first `done` are used up. The first ones pad the last ones.
+    Ranks take turns, so the first `done` are used up. Padding: the epoch's first ones.
     """
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -206,13 +206,13 @@ def save_file(content, path):  # CKPT-2: a kill in the middle leaves the old fil
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())  # on the disk before the rename, if the power fails
-    # weights_only takes tensors and plain values: fail now, and not at the resume
+    # weights_only takes tensors and plain values: fail now, not at the resume
     torch.load(temporary, "cpu", mmap=True, weights_only=True)
     os.replace(temporary, path)
 
 
 def load_checkpoint(path, stateful, progress, must_match):  # CKPT-3: on all ranks
-    """Load into stateful and progress. Raises if it is damaged or of another run."""
+    """Load into stateful and progress. Raises if it is damaged or from another run."""
     if zipfile.ZipFile(path).testzip():  # torch.load does not compare the checksums
         raise ValueError(f"{path} is damaged")
     state = torch.load(path, "cpu", mmap=True, weights_only=True)  # 1 copy per machine

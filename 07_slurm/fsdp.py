@@ -1,4 +1,4 @@
-"""Train a sharded transformer under Slurm: it stops at a signal, and resumes.
+"""Train a sharded transformer under Slurm: it saves at a signal, resumes if requeued.
 
 SCRIPT=07_slurm/fsdp.py sbatch 07_slurm/run.sh --amp --recompute
 torchrun --standalone --nproc-per-node=2 07_slurm/fsdp.py --amp --recompute
@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-ctypes.CDLL(None).prctl(1, 9)  # CKPT-1: SIGKILL when torchrun dies, or two runs save
+ctypes.CDLL(None).prctl(1, 9)  # CKPT-1: SIGKILL if torchrun dies, else two runs save
 
 import torch
 import torch.distributed as dist
@@ -44,16 +44,16 @@ def parse_args():
     add("--lr", type=float, default=0.006, help="peak rate for 256 images: %(default)s")
     add("--seed", type=int, default=0)
     add("--workers", type=int, default=0, help="per process: %(default)s")
-    add("--data-dir", type=Path, help="folder of MNIST; default: download it to data")
+    add("--data-dir", type=Path, help="MNIST folder; default: download to ./data")
     add("--output", type=Path, default="mnist.pt", help="weights: %(default)s")
     add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     add("--amp", action="store_true", help="mixed precision: bfloat16")
-    # FSDP-1: the size; recompute: compute activations again in backward, keep none
+    # FSDP-1: the size; --recompute: keep no activations, recompute them in backward
     add("--width", type=int, default=64, help="features per patch: %(default)s")
     add("--depth", type=int, default=3, help="blocks: %(default)s")
-    add("--recompute", action="store_true", help="of activations: less memory")
-    add("--shards", type=int, help="ranks that hold one copy; default: all")
-    # CKPT-1: one path per run: what is there is resumed
+    add("--recompute", action="store_true", help="recompute activations: less memory")
+    add("--shards", type=int, help="ranks that share a model; default: all")
+    # CKPT-1: one path per run, because what is there is resumed
     add("--checkpoint", type=Path, default="checkpoint", help="one folder per run")
     add("--save-every", type=int, default=100, help="steps: %(default)s")
     return parser.parse_args()
@@ -62,12 +62,12 @@ def parse_args():
 @record  # DDP-1: the last lines that torchrun prints show the first error
 def train(args):
     # 1. Setup
-    # SLURM-1: `srun python`, without torchrun: you export MASTER_ADDR and MASTER_PORT
+    # SLURM-1: `srun python` without torchrun: export MASTER_ADDR and MASTER_PORT first
     if "RANK" not in os.environ and "SLURM_PROCID" in os.environ:
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
-    # DDP-1: torchrun has set LOCAL_RANK, which is the number of the GPU on this machine
+    # DDP-1: torchrun sets LOCAL_RANK, the number of the GPU on this machine
     local_rank = int(os.environ["LOCAL_RANK"])
     if args.device == "cuda":
         device = torch.device("cuda", local_rank)
@@ -77,8 +77,8 @@ def train(args):
         device = torch.device("cpu")
         dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    check_equal(**vars(args))  # DDP-1: an error if a machine has other options
-    if args.shards and world_size % args.shards:  # FSDP-2: copies of one size
+    check_equal(**vars(args))  # DDP-1: an error if a machine has different options
+    if args.shards and world_size % args.shards:  # FSDP-2: copies of equal size
         raise ValueError(f"--shards {args.shards} does not divide {world_size} ranks")
     torch.manual_seed(args.seed)
     for path in (args.output, args.checkpoint):
@@ -93,22 +93,22 @@ def train(args):
     test_loader = DataLoader(test_set, 250, sampler=test_sampler, **options)
 
     # 3. Model
-    # FSDP-1: rank 0 makes the whole model; on meta a model has shapes, but no memory
+    # FSDP-1: rank 0 makes the whole model; on meta a model has shapes but no memory
     whole = VisionTransformer(args.width, args.depth) if rank == 0 else None
     with torch.device("meta"):
         model = VisionTransformer(args.width, args.depth, args.recompute)
-    # FSDP-2: one copy of the model, or several, as DDP has, on --shards neighbours each
+    # FSDP-2: one copy of the model, or several as with DDP, each on --shards neighbours
     mesh = init_device_mesh(args.device, (world_size,))  # all ranks in one row
     if args.shards:
         size = (world_size // args.shards, args.shards)
         mesh = init_device_mesh(args.device, size, mesh_dim_names=("copy", "shard"))
     policy = MixedPrecisionPolicy()  # float32
-    if args.amp:  # in place of autocast; the shards and the sums stay in float32
+    if args.amp:  # instead of autocast; shards and sums stay in float32
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-    # a block is whole only while it computes; model, the last, has all other layers
+    # a block is whole only while it computes; model comes last, with all other layers
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)  # all ranks must call model()
-        # or torch 2.8 on the CPU takes the sum of the gradients for their mean
+        # otherwise torch 2.8 takes the sum of the gradients for their mean on the CPU
         module.set_force_sum_reduction_for_comms(args.device == "cpu")
     # FSDP-3: allocate the shards, then fill them with rank 0's weights
     model.to_empty(device=device)
@@ -129,24 +129,24 @@ def train(args):
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     global_batch = args.batch_size * world_size  # DDP-3: images per step of all ranks
-    # square-root scaling of the rate, for Adam: arXiv:2205.10287
+    # square-root scaling of the learning rate, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.05)
-    # CKPT-4: peaks of this start: loading sets lr, weight_decay, ... as they were saved
+    # CKPT-4: this start's peaks, because loading overwrites lr, weight_decay, ...
     peaks = [group["lr"] for group in optimizer.param_groups]
     # CKPT-1: saved besides the model and the optimizer
     progress = {"epoch": 1, "done": 0}  # done: images of this epoch, over all ranks
-    # CKPT-3: must be equal at a resume; ranks, --batch-size and --epochs may change
+    # CKPT-3: must match when a run resumes; ranks, batch size and epochs may change
     must_match = {"length": length, "seed": args.seed, "lr": args.lr}
-    must_match["tensors"] = len(model.state_dict())  # DCP would load a part
+    must_match["tensors"] = len(model.state_dict())  # or DCP loads only a part
     load_newest(args.checkpoint, model, optimizer, progress, must_match)
-    check_equal(length=length, **progress)  # CKPT-3: data of one length, and one file
+    check_equal(length=length, **progress)  # CKPT-3: the same data and checkpoint
     if progress["epoch"] > args.epochs:
         raise ValueError(f"{args.checkpoint} has {progress}: give more --epochs")
     if rank == 0:  # DDP-4: log on rank 0 only
         print(f"starting at {progress} on {world_size} ranks", flush=True)
 
-    def seed_step():  # CKPT-4: on as many ranks a resumed run draws the same noise
+    def seed_step():  # CKPT-4: a run resumed on as many ranks draws the same noise
         seen = (progress["epoch"] - 1) * length + progress["done"]
         torch.manual_seed(args.seed + seen * world_size + rank)
 
@@ -154,7 +154,7 @@ def train(args):
     stops = StopSignals()  # STOP-1: from here on, a signal only sets a flag
     for epoch in range(progress["epoch"], args.epochs + 1):
         progress["epoch"] = epoch
-        # CKPT-4: the rest of the epoch; there is none if only its evaluation was missed
+        # CKPT-4: the rest of the epoch; it is empty if only the evaluation is missing
         shard = rest_of_epoch(length, args.seed + epoch, progress["done"])
         train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options)
         model.train()
@@ -164,7 +164,7 @@ def train(args):
         # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
         hide = True if rank > 0 else None
         seed_step()  # CKPT-4: iter() seeds workers, or a resume repeats epoch 1's noise
-        batches = stops.iterate(train_loader)  # STOP-1: its workers get no signals
+        batches = stops.iterate(train_loader)  # STOP-1: its workers ignore signals
         batches = tqdm(batches, f"epoch {epoch}", leave=False, disable=hide)
         seed_step()  # CKPT-4: again, because iter() has drawn a number
         for step, batch in enumerate(batches, start=1):
@@ -173,10 +173,10 @@ def train(args):
             loss = criterion(model(images).float(), labels)  # as autocast does
             loss.backward()  # FSDP-2: each rank gets its shards of the mean gradient
             nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)  # a collective
-            # CKPT-4: the rate follows the images, as the number of ranks may change
+            # CKPT-4: the rate follows the images, since the number of ranks may change
             done = min(progress["done"] + global_batch, length)
-            middle = (progress["done"] + done) / 2 / length  # of the step, in the epoch
-            fraction = (epoch - 1 + middle) / args.epochs  # it falls with more --epochs
+            middle = (progress["done"] + done) / 2 / length  # of this step in the epoch
+            fraction = (epoch - 1 + middle) / args.epochs  # smaller with more --epochs
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * warmup_then_decay(fraction)
             optimizer.step()
@@ -185,7 +185,7 @@ def train(args):
             progress["done"] = done
             # CKPT-1: on all ranks: every N steps of the epoch, and after its last one
             last = step == len(train_loader)
-            stop = stops.vote()  # STOP-1: all leave together, or some would hang
+            stop = stops.vote()  # STOP-1: all ranks stop together, or some would hang
             if stop or last or done // global_batch % args.save_every == 0:
                 if any(part.to_local().isnan().any() for part in model.parameters()):
                     raise ValueError("a weight is NaN: nothing is saved")
@@ -215,7 +215,7 @@ def train(args):
         progress["done"] = 0
 
     # 6. Save
-    save_whole(model, args.output)  # FSDP-4: once, as it gathers all weights
+    save_whole(model, args.output)  # FSDP-4: once, because it gathers all weights
 
 
 @torch.no_grad()
@@ -236,7 +236,7 @@ def evaluate(model, batches, length, device):
 def rest_of_epoch(length, seed, done):  # CKPT-4: what this rank has left of an epoch
     """Return this rank's share of the indices after the first `done` of the epoch.
 
-    Ranks take turns, so the first `done` are used up. The first ones pad the last ones.
+    Ranks take turns, so the first `done` are used up. Padding: the epoch's first ones.
     """
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -249,20 +249,20 @@ def save_whole(model, path):  # FSDP-4: all ranks take part, rank 0 gets the wei
     weights = dcp_state.get_model_state_dict(model, options=to_rank0)
     if dist.get_rank() == 0:
         torch.save(weights, f"{path}.tmp")
-        os.replace(f"{path}.tmp", path)  # CKPT-2: a kill leaves no half file
+        os.replace(f"{path}.tmp", path)  # CKPT-2: a kill leaves no partial file
 
 
 def save_checkpoint(folder, model, optimizer, progress, must_match):
-    """Write a checkpoint on all ranks. Of the older ones keep one complete spare."""
+    """Write a checkpoint from all ranks, and keep only the newest two complete ones."""
     path = folder / "epoch-{epoch:06}-done-{done:012}".format(**progress)  # sortable
     if dist.get_rank() == 0:  # on a parallel disk mkdir by several ranks may fail
         path.mkdir(parents=True, exist_ok=True)
     wait_for_file(path)
-    # FSDP-5: each rank writes its shards, and last of all rank 0 writes .metadata
+    # FSDP-5: each rank writes its shards; rank 0 writes .metadata last
     dcp.save(state_of(model, optimizer, progress, must_match), checkpoint_id=path)
     if dist.get_rank() == 0:
         complete = sorted(file.parent for file in folder.glob("epoch-*/.metadata"))
-        for old in folder.glob("epoch-*-done-*"):  # also what a kill left incomplete
+        for old in folder.glob("epoch-*-done-*"):  # even if a kill left it incomplete
             if old < complete[-2:][0]:
                 shutil.rmtree(old, ignore_errors=True)
 

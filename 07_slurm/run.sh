@@ -3,7 +3,7 @@
 #SBATCH --job-name=mnist --output=%x-%j.log --open-mode=append # one log, also when requeued
 #SBATCH --nodes=2 --gpus-per-node=4 --cpus-per-task=32 --time=01:00:00 # EDIT
 #SBATCH --ntasks-per-node=1 # torchrun starts one process per GPU
-#SBATCH --requeue --signal=TERM@120 # seconds before the limit: a step, an evaluation, a save
+#SBATCH --requeue --signal=TERM@120 # seconds before the limit: for a step, an evaluation, a save
 # module load python; . .venv/bin/activate # EDIT, and delete the first #
 run=${RUN:-mnist-$SLURM_JOB_ID} # names the files: a requeued job keeps its ID
 written() { stat -Lc %Y "$run.ckpt" 2>/dev/null; }

@@ -9,7 +9,7 @@ from common.gather import all_gather
 
 
 def check_equal(**values):
-    """Raise ValueError on all ranks if a value differs, and name the value."""
+    """Raise ValueError, which names the value, on all ranks if a value differs."""
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, values)
     for name in values:
@@ -20,7 +20,7 @@ def check_equal(**values):
 
 
 def check_same_model(model):
-    """Raise ValueError if a weight is NaN, or a weight or gradient is not rank 0's.
+    """Raise ValueError if a weight is NaN or weights or gradients differ between ranks.
 
     Up to 64 numbers of each tensor are compared. They may differ by 0.001 of their
     norm, because different CPU models round differently.
@@ -30,7 +30,7 @@ def check_same_model(model):
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
         for kind, tensor in (("weight", weight.detach()), ("gradient", gradient)):
             sample = tensor.to_dense().flatten()[:: tensor.numel() // 64 + 1].double()
-            if kind == "gradient":  # a GradScaler makes inf and NaN normal
+            if kind == "gradient":  # inf and NaN are normal with a GradScaler
                 sample = sample.nan_to_num()
             samples.append(torch.stack([sample, sample.norm().expand_as(sample)]))
             names += [f"the {kind} of {name}"] * len(sample)
@@ -43,15 +43,15 @@ def check_same_model(model):
 
 
 def wait_for_file(path, seconds=90):
-    """Return whether a file exists, when all ranks agree: NFS may show it late.
+    """Return whether a file exists, once all ranks agree: NFS may show it late.
 
-    Raises TimeoutError if they still disagree after so many seconds. Then the machines
-    do not share this disk.
+    Raises TimeoutError if they still disagree after this time, which means that the
+    machines do not share this disk.
     """
     for _ in range(seconds):
         try:
             found = bool(path.stat())
-        except FileNotFoundError:  # exists() could hide an error of the disk
+        except FileNotFoundError:  # exists() could hide a disk error
             found = False
         seen = [None] * dist.get_world_size()
         dist.all_gather_object(seen, found)

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 # 1,797 digits, each of 64 pixels and a label
 DIGITS = Path(__file__).resolve().with_name("digits.bin")
-BYTES = {  # of each file of MNIST
+BYTES = {  # the size of each file of MNIST
     "train-images-idx3-ubyte": 47_040_016,
     "train-labels-idx1-ubyte": 60_008,
     "t10k-images-idx3-ubyte": 7_840_016,
@@ -59,7 +59,7 @@ def download_mnist(raw):
     missing = f"MNIST is not in {raw} on {socket.gethostname()}"
     try:
         from torchvision.datasets import MNIST  # not above: the import takes a second
-    except (ImportError, RuntimeError) as error:  # missing, or made for another torch
+    except (ImportError, RuntimeError) as error:  # missing, or built for another torch
         return f"{missing}, and torchvision does not work ({error!r})"
     socket.setdefaulttimeout(10)  # seconds: a firewall may drop packets
     try:

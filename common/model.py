@@ -34,7 +34,7 @@ def block(channels_in, channels_out):
 
 
 class VisionTransformer(nn.Module):
-    """Images [N, 1, 28, 28] to logits [N, 10], by 16 patches: arXiv:2010.11929."""
+    """Images [N, 1, 28, 28] to logits [N, 10], from 16 patches: arXiv:2010.11929."""
 
     def __init__(self, width, depth, recompute=False):
         super().__init__()

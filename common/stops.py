@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 # Slurm's, Ctrl-C's and a lost terminal's
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-noted = False  # whether this process has had a signal
+noted = False  # whether this process has received a signal
 workers = weakref.WeakSet()  # of DataLoaders
 
 
 class StopSignals:
-    """From now on signals only set a flag. All ranks make one, and vote together."""
+    """From now on signals only set a flag. All ranks create one and vote together."""
 
     def __init__(self):
         # Gloo sums the votes on the CPU: NCCL would wait for the GPU's work
@@ -24,12 +24,12 @@ class StopSignals:
         self.votes = self.work = None
         for number in SIGNALS:
             signal.signal(number, note)
-        # forked processes end by these signals again, unless iterate() blocks them
+        # signals end forked processes as usual, unless iterate() blocks them
         os.register_at_fork(after_in_child=reset)
         atexit.register(kill_workers)
 
     def vote(self):
-        """Return whether any rank had noted a signal at the call before this one.
+        """Return whether any rank had noted a signal at the previous call.
 
         The answer is the same on all ranks. The votes are summed in the background, so
         that no step waits for them. Nobody reads the last ones.
@@ -48,7 +48,7 @@ class StopSignals:
         The workers must deliver batches until the stop. They inherit what is blocked.
         """
         if loader.num_workers and not loader.multiprocessing_context:
-            loader.multiprocessing_context = "fork"  # 3.14's has an older mask
+            loader.multiprocessing_context = "fork"  # 3.14's default has an older mask
         others = set(multiprocessing.active_children())
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:

@@ -1,4 +1,4 @@
-"""No test sees a GPU but those of test_cuda.py; all run one thread per process."""
+"""Only the tests of test_cuda.py see a GPU; each process has one thread."""
 
 import os
 import sys
@@ -7,16 +7,16 @@ import pytest
 import torch
 from helpers import ROOT
 
-# before anything asks torch; all commands inherit it
+# before torch is asked for GPUs; all commands inherit it
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(ROOT))  # for common/
-# two threads wait for each other where other processes use the cores
+# two threads would wait for each other if other processes used the cores
 torch.set_num_threads(1)
 
 
 @pytest.fixture
 def float64(monkeypatch):
-    """Compute in it, as tests/small/data.py does, until the test ends."""
+    """Compute in float64, as tests/small/data.py does, until the test ends."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     torch.set_default_dtype(torch.float64)
     yield

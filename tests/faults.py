@@ -21,14 +21,14 @@ rank = int(os.environ["RANK"])
 
 
 def replace(name, change):
-    """Replace a function or a class by what change() makes of it."""
+    """Replace a function or a class with what change() makes of it."""
     owner, name = name.rsplit(".", 1)
     owner = pkgutil.resolve_name(owner)
     setattr(owner, name, change(getattr(owner, name)))
 
 
 def after_each_step(change):
-    """Call a function with the data of each weight."""
+    """After each step, call a function with the data of each weight."""
 
     def call(optimizer, *_):
         for weight in optimizer.param_groups[0]["params"]:
@@ -65,7 +65,7 @@ def bfloat16_after_ddp():
 
 
 def set_by_the_forward():
-    """A parameter, from the first batch of each rank, as ActNorm does."""
+    """A parameter that each rank sets from its first batch, as ActNorm does."""
 
     def center(model, images):
         if model.own == 0:
@@ -76,7 +76,7 @@ def set_by_the_forward():
 
 
 def random_rounding():
-    """Each rank rounds the weights up or down, to eight bits, by its own numbers."""
+    """Each rank rounds the weights up or down, to eight bits, with its own numbers."""
     after_each_step(lambda data: data.mul_(1 + (torch.rand_like(data) - 0.5) / 128))
 
 
@@ -117,7 +117,7 @@ def bfloat16_and_frozen():
 
 
 def skipped_steps():
-    """By a GradScaler: its first scales are too large, so gradients are inf or NaN."""
+    """By a GradScaler, whose first scales are too large: gradients are inf or NaN."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     step = torch.optim.AdamW.step
 
@@ -134,7 +134,7 @@ def skipped_steps():
 
 
 def augmentation():
-    """Each image has noise, in __getitem__."""
+    """Each image gets noise in __getitem__."""
 
     def with_noise(read):
         def noisy(self, index):
@@ -158,7 +158,7 @@ def own_folders():
 
 
 def pause(function):
-    """After a call of this function, until a signal is noted, or pending if blocked."""
+    """After a call of this function, wait until a signal is noted, or pending."""
     from common import stops
 
     def paused(call):
@@ -175,7 +175,7 @@ def pause(function):
 
 
 def killed_in_save(number):
-    """With a part of the file written, in this call of torch.save."""
+    """In this call of torch.save, after a part of the file is written."""
     save, calls = torch.save, itertools.count(1)
 
     def save_or_die(content, file):

@@ -40,7 +40,7 @@ GLOO = re.compile(
     re.M,
 )
 # What launchers and launch files read: a test sets them itself or leaves them out. With
-# PYTHONUNBUFFERED two processes print a line in pieces
+# PYTHONUNBUFFERED a line is printed in pieces, which mix with those of other processes
 SETTINGS = re.compile(
     r"SLURM_.*|TORCH_.*|N(PROC|NODES|ODE_RANK)|MASTER_.*|OMP_NUM_THREADS|"
     r"(LOCAL_)?(RANK|WORLD_SIZE)|.*_SOCKET_IFNAME|RDZV_.*|SCRIPT|OPTIONS|USER_ID|"
@@ -94,7 +94,7 @@ class Running:
 
     def printed(self):
         """What it has printed so far: standard output and standard error."""
-        # seek() and read() would move the position at which the processes write
+        # seek() and read() would move the position where the processes write
         printed = []
         for file in self.files:
             number = file.fileno()
@@ -103,7 +103,7 @@ class Running:
         return printed
 
     def kill_all(self):
-        """End it and everything that it has started."""
+        """Kill it and everything that it has started."""
         for process in processes(self.token):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -124,12 +124,12 @@ class Running:
 
 
 def run(command, cwd, limit=300, **environment):
-    """Run a command to its end; returns the result."""
+    """Run a command to its end and return the result."""
     return Running(command, cwd, **environment).finish(limit)
 
 
 def wait_until(condition, *running, limit=300):
-    """Wait until a condition holds. None of these commands may end before."""
+    """Wait until a condition holds. None of these commands may end before that."""
     end = time.monotonic() + limit
     while not condition():
         state = [text[-3000:] for each in running for text in each.printed()]
@@ -139,7 +139,7 @@ def wait_until(condition, *running, limit=300):
 
 
 def wait_for(text, *running, times=1):
-    """Wait until these commands have printed a text so many times."""
+    """Wait until these commands have printed a text this many times."""
     wait_until(
         lambda: sum(each.printed()[0].count(text) for each in running) >= times,
         *running,
@@ -147,7 +147,7 @@ def wait_for(text, *running, times=1):
 
 
 def each_row(text):
-    """Call a test with the cells of each row of a text, between which there is a |."""
+    """Call a test with the cells of each row of a text. A | separates them."""
     rows = [re.split(r" *\| *", line.strip()) for line in text.strip().splitlines()]
     return pytest.mark.parametrize("row", rows, ids=lambda row: row[0])
 
@@ -174,7 +174,7 @@ def processes(token):
 def tools(folder, bare=False, **scripts):
     """A PATH on which these shell scripts come before the real tools.
 
-    bare: instead of them, so that there are no others but bash and dirname.
+    bare: they replace the real tools, except bash and dirname.
     """
     folder.mkdir(parents=True)
     for name, text in scripts.items():
@@ -194,7 +194,7 @@ def torchrun(script, ranks, *options, fault=None):
 
 
 def train(script, ranks, *options, cwd, code=0, fault=None, **environment):
-    """Run a script by torchrun to its end; its exit code must be this one."""
+    """Run a script with torchrun to its end; it must end with this exit code."""
     command = torchrun(script, ranks, *options, fault=fault)
     result = run(command, cwd, **{"OMP_NUM_THREADS": 1, **environment})
     assert result.code == code, result
@@ -226,19 +226,19 @@ def edit(file, old, new):
 
 
 def fewer_digits(project, digits=140):
-    """Let a copy train on so many of the digits, each of them at nine positions."""
+    """Let a copy train on this many of the digits, each at nine positions."""
     edit(project / "common/data.py", "[:1438", f"[:{digits}")
     return project
 
 
 def without_batch_norm(project):
-    """Let a copied ConvNet normalise each image by itself: a batch may be split."""
+    """Let a copied ConvNet normalise each image alone, so that a batch can be split."""
     edit(project / "common/model.py", "nn.BatchNorm2d(", "nn.GroupNorm(4, ")
     return project
 
 
 def copy_repository(folder, digits=140):
-    """Copy this repository, with few digits, also as `data`."""
+    """Copy this repository, with few digits, which are also its `data`."""
     shutil.copytree(ROOT, folder, ignore=IGNORED)
     (folder / "data").symlink_to("common")
     return fewer_digits(folder, digits)
@@ -257,7 +257,7 @@ def distance(one, other):
 
 
 def equal(*files):
-    """Whether two files contain the same, in tensors of equal type, shape and bytes."""
+    """Whether two files have equal contents, with tensors equal bit for bit."""
 
     def content(tensor):
         return tensor.dtype, tensor.shape, tensor.numpy().tobytes()
@@ -277,7 +277,7 @@ def module(path):
 def order_of(epoch, length, ranks, seed=SEED):
     """The indices of an epoch, in the order in which the ranks get them, with padding.
 
-    As a DistributedSampler deals them, and 06 and 07 without one.
+    As DistributedSampler deals them, and as 06 and 07 do without it.
     """
     generator = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(length, generator=generator).tolist()

@@ -1,4 +1,4 @@
-"""The patches of copies/ compute on several processes what one computes, and resume."""
+"""With the patches of copies/, N processes compute what one does, and they resume."""
 
 import re
 
@@ -84,7 +84,7 @@ def test_early_stopping(tmp_path, monkeypatch):
 
 
 def test_a_profile(tmp_path):
-    """One file for each rank, with three steps, and in it what communicates."""
+    """One file for each rank, which shows three steps and their communication."""
     project = patched(tmp_path, "04_ddp_torchrun/train.py", "add_profiler.patch")
     train("train.py", 2, "--batch-size=10", cwd=project)
     for rank in (0, 1):

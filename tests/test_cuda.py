@@ -39,7 +39,7 @@ KNOWN = "distributed/run.py|Cuda time stats are not|nccl-lazy"
 
 
 def see(gpus, patch):
-    """Let what is started see so many GPUs; skip the test if there are fewer."""
+    """Let what is started see this many GPUs; skip the test if there are fewer."""
     if len(GPUS) < gpus:
         pytest.skip(f"needs {gpus} GPUs")
     patch.setenv("CUDA_VISIBLE_DEVICES", ",".join(GPUS[:gpus]))
@@ -47,7 +47,7 @@ def see(gpus, patch):
 
 @pytest.fixture(autouse=True)
 def two_gpus(monkeypatch, tmp_path):
-    """Or one, which all ranks share. Simulated ones have no nvidia-smi."""
+    """Or one, which all ranks share. Simulated GPUs have no nvidia-smi."""
     see(min(2, len(GPUS)), monkeypatch)
     monkeypatch.setenv("PATH", tools(tmp_path / "tools", **{"nvidia-smi": ":"}))
 
@@ -61,7 +61,7 @@ def copy(tmp_path_factory):
 
 
 def check(result, code=0):
-    """It must have this exit code, and no warnings but those that everybody gets."""
+    """It must have this exit code, and only the warnings that everybody gets."""
     found = re.findall(r"^.*(?:\w+Warning: |\bW\d{4} ).*$", result.errors, re.M)
     found = [line for line in found if not re.search(KNOWN, line)]
     assert result.code == code and (code or not found), result
@@ -69,7 +69,7 @@ def check(result, code=0):
 
 
 def start(script, ranks, *options, cwd, **environment):
-    """Start a script by torchrun. If ranks share a GPU, each has a host of its own."""
+    """Start a script with torchrun. If ranks share a GPU, each gets its own host id."""
     command = [*TORCHRUN, f"--nproc-per-node={ranks}"]
     if len(GPUS) == 1:
         environment["NCCL_SOCKET_IFNAME"] = "lo"
@@ -101,7 +101,7 @@ def test_run_sh_trains_evaluates_and_saves(row, copy, tmp_path, monkeypatch):
     result = check(run(command, tmp_path, MASTER_PORT=free_port()))
     accuracy = float(result.epochs()[-1]["accuracy"])
     assert accuracy >= 0.2
-    # The CPU may see another digit where the GPU finds an image equally near to two
+    # The CPU may choose another digit if an image is equally near to two of them
     assert abs(accuracy - accuracy_of(ConvNet(), tmp_path / "mnist.pt")) <= 2 / 359
 
 
@@ -121,7 +121,7 @@ EPOCHS = """
 
 @each_row(EPOCHS)
 def test_each_rank_computes_on_its_gpu(row, tmp_path):
-    """It waits for it once per epoch, and once in check_same_model."""
+    """It waits for the GPU once per epoch and once in check_same_model."""
     script, options, dtype, waits = row
     if "compile" in options and not COMPILES:
         pytest.skip("Triton needs a C compiler")
@@ -150,7 +150,7 @@ def test_selftest(copy, tmp_path):
 
 
 def test_selftest_prints_nccls_reason(copy, tmp_path):
-    """Of two ranks that take one GPU."""
+    """For two ranks that use one GPU."""
     command = [*TORCHRUN, "--nproc-per-node=2", "--no-python", "env", "LOCAL_RANK=0"]
     result = run([*command, "python", copy / "04_ddp_torchrun/selftest.py"], tmp_path)
     assert result.output.count("FAILED: join") == 2, result
@@ -167,7 +167,7 @@ INTERRUPTIONS = """
 
 @each_row(INTERRUPTIONS)
 def test_interrupted_and_resumed_bit_for_bit(row, tmp_path):
-    """And started again without a GPU, it evaluates the same weights."""
+    """Started again without a GPU, it evaluates the same weights."""
     path, interruptions = row
     project = copy_project(tmp_path / "project", path, small=("data", "model"))
 

@@ -19,7 +19,7 @@ from common.data import load_mnist
 
 
 def torchvision_mnist():
-    """Its class, also where torchvision was built for another build of torch."""
+    """Its class, even if torchvision was built for another build of torch."""
     try:
         return importlib.import_module("torchvision.datasets").MNIST
     except RuntimeError:  # its C++ extension did not load
@@ -30,7 +30,7 @@ def torchvision_mnist():
 
 
 def test_mnist_is_downloaded_and_loaded(tmp_path, monkeypatch):
-    """Also where a file is there, but incomplete; another process may be reading it."""
+    """Even if a file is incomplete, while another process is reading it."""
     files, root, mnist = tmp_path / "files", tmp_path / "root", torchvision_mnist()
     files.mkdir()
     labels = struct.pack(">II", 2049, 100) + bytes(n % 10 for n in range(100))

@@ -83,7 +83,7 @@ def train_alone(
                 (loss / len(step)).backward()
                 total += loss.item()
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip))
-            middle = (number + 0.5) / len(steps)  # of the step, in the epoch
+            middle = (number + 0.5) / len(steps)  # of this step in the epoch
             if by_images:
                 ends = [min(n * size, IMAGES) for n in (number, number + 1)]
                 middle = sum(ends) / 2 / IMAGES

@@ -113,7 +113,7 @@ def test_options_that_differ_between_machines_are_an_error(tmp_path):
 
 
 def test_options_take_effect_and_each_rank_draws_other_numbers(tmp_path):
-    """But all begin with the weights of rank 0."""
+    """But all start with the weights of rank 0."""
     project = copy_project(
         tmp_path, "04_ddp_torchrun/train.py", small=("data", "model")
     )

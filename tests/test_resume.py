@@ -1,4 +1,4 @@
-"""06, 07 and 07/fsdp.py resume exactly, and what is wrong is not saved."""
+"""06, 07 and 07/fsdp.py resume exactly, and wrong weights are not saved."""
 
 import pickle
 import re
@@ -65,7 +65,7 @@ def start(project, tmp_path):
 
 
 def lines(*results):
-    """What is printed of saves and epochs, without the time."""
+    """The printed lines about saves and epochs, without the time."""
     output = "".join(result.output for result in results)
     return re.findall(r"^epoch .*?(?=  \d+\.\d s|$)", output, re.M)
 
@@ -110,7 +110,7 @@ def test_interrupted_and_resumed_bit_for_bit(
 
 @pytest.mark.parametrize(("name", "ranks"), [("06", (1, 2, 3)), ("fsdp", (2, 1, 4))])
 def test_resumes_on_another_number_of_ranks(name, ranks, tmp_path):
-    """As one process trains: each image is used once per epoch.
+    """It trains as one process does: each image is used once per epoch.
 
     fsdp keeps the newest two complete checkpoints, and resumes from the newest one.
     """
@@ -219,7 +219,7 @@ def test_06_what_cannot_be_loaded_is_not_saved(project, tmp_path):
     assert load(tmp_path / "file.pt") == {"lr": 1}
 
 
-# What check_same_model finds, and what it does not end
+# What check_same_model rejects, and what it accepts
 
 # fault | script | options
 DIFFERENT = """

@@ -57,7 +57,7 @@ def copy(tmp_path_factory):
 
 
 def start(nodes, command, script, folder, options):
-    """Run the command of each node, in a folder of its own; returns what they print."""
+    """Run the command of each node in its own folder; returns what they print."""
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
     started = []

@@ -1,4 +1,4 @@
-"""common/stops.py: what signals end, and what they do not end."""
+"""common/stops.py: which processes end by a signal, and which do not."""
 
 import multiprocessing
 import os
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 
 def test_only_workers_of_iterate_ignore_signals(tmp_path):
-    """The processes of a Pool, and others, end."""
+    """The processes of a Pool and other forked processes end."""
     train(__file__, 1, cwd=tmp_path, PYTHONPATH=ROOT)
 
 

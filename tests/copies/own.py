@@ -25,7 +25,7 @@ def spirals(count):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, help="drawn if there is none")
+    parser.add_argument("--seed", type=int, help="default: a random one")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     seed = random.randrange(2**32) if args.seed is None else args.seed

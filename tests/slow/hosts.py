@@ -1,7 +1,7 @@
-"""Two hosts that are really separate, on one machine: network namespaces and a bridge.
+"""Two separate hosts on one machine: network namespaces and a bridge.
 
-Each has its own address, host name and /etc/hosts. All of it ends with the process of
-the tests.
+Each has its own address, host name and /etc/hosts. They end with the process of the
+tests.
 """
 
 import os
@@ -27,7 +27,7 @@ BECOME = (
 
 
 def require(*tools):
-    """Skip the test with the reason if it is not root's, or if a tool is missing."""
+    """Skip the test if it does not run as root or if a tool is missing."""
     for tool in tools:
         if not shutil.which(tool, path=PATH):
             pytest.skip(f"{tool} is not installed")
@@ -37,7 +37,7 @@ def require(*tools):
 
 class Hosts:
     def __init__(self, folder):
-        """Set the hosts up, or skip the test with the reason that forbids it here."""
+        """Set the hosts up, or skip the test with the reason why it is impossible."""
         require("ip", "unshare", "nsenter")
         self.folder = folder
         command = [*UNSHARE.split(), SETUP, *ADDRESSES.values()]
@@ -51,7 +51,7 @@ class Hosts:
         self.inside = Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
 
     def on(self, host, folder, *command, names=ADDRESSES):
-        """The command that runs another one on a host, which knows these names."""
+        """The command that runs a command on a host, which knows these names."""
         file = self.folder / "-".join(names.values())
         if not file.exists():
             lines = [f"{address} {name}\n" for name, address in names.items()]
@@ -60,7 +60,7 @@ class Hosts:
         return [*enter, BECOME, "_", host, file, folder, *map(str, command)]
 
     def end(self):
-        self.first.communicate()  # closes its standard input: all that runs in it ends
+        self.first.communicate()  # closes its standard input, which ends all in it
 
 
 class Daemons:

@@ -1,4 +1,4 @@
-"""08 on a real engine: one container, and two by compose, ended and resumed.
+"""08 on a real engine: one container, and two with compose, stopped and resumed.
 
 Without a registry: the base image is of Debian's packages, and pip gets wheels from
 this machine.
@@ -26,7 +26,7 @@ PIP = r"[global]\nno-index = true\nfind-links = http://{0}:{1}/\ntrusted-host = 
 
 @pytest.fixture(scope="module")
 def place():
-    """A folder that not only root may enter, which pytest's folders are not."""
+    """A folder that all users may enter, unlike those of pytest."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         Path(name).chmod(0o755)
         yield Path(name)
@@ -34,7 +34,7 @@ def place():
 
 @pytest.fixture(scope="module")
 def engine(hosts, place):
-    """A real dockerd on host h0; this machine's own is neither read nor changed."""
+    """A real dockerd on host h0, which does not touch the one of this machine."""
     folder = place / "engine"
     config = folder / "config"
     config.mkdir(parents=True)
@@ -82,7 +82,7 @@ def project(engine, place):
 
 @pytest.fixture(scope="module")
 def start(engine, project, place):
-    """Starts a way to train on h0 in a folder, as its owner, who is not root."""
+    """Start one way to train on h0 in a folder, as its owner, who is not root."""
     ways = {
         "run.sh": f'bash "{project}/08_docker/run.sh" {OPTIONS}',
         "compose": f'docker-compose -f "{project}/08_docker/compose.yaml" up --build',

@@ -1,4 +1,4 @@
-"""03, 04 and 06 on two separate hosts, which have names and addresses of their own."""
+"""03, 04 and 06 on two separate hosts, each with its own name and address."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ from helpers import Running, copy_project, distance, free_port, train
 from hosts import ADDRESSES, PATH, Hosts, require
 
 ADDRESS = ADDRESSES["h0"]
-# as on Debian a host has its own name at 127.0.1.1; only h1 knows both names
+# as on Debian, a host's own name is 127.0.1.1; only h1 knows both names
 DEBIAN = {"h0": "127.0.1.1"}, {"h0": ADDRESS, "h1": "127.0.1.1"}
 TORCHRUN = "torchrun --nnodes=2 --nproc-per-node=$NPROC "
 STATIC = (
@@ -23,7 +23,7 @@ FIREWALL = (
 
 
 class Job:
-    """Three processes, two of them on the first host, by a command as on the pages."""
+    """Three processes, two on the first host, started by a command from the pages."""
 
     def __init__(self, hosts, project, command, names=(ADDRESSES,) * 2, **settings):
         settings = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": free_port()} | settings
@@ -64,7 +64,7 @@ def test_three_processes_train_as_on_one_machine(hosts, project):
 
 
 def test_selftest(hosts, project):
-    """It names the hosts, also of a rank that cannot connect to another's 127.0.1.1."""
+    """It names the hosts, even that of a rank that cannot connect to 127.0.1.1."""
     interface = {"names": DEBIAN, "GLOO_SOCKET_IFNAME": "eth0"}
     for command, settings in (C10D, {}), (STATIC, interface):
         job = Job(hosts, project, command + SELFTEST, **settings)
@@ -78,9 +78,9 @@ def test_selftest(hosts, project):
 
 
 def test_behind_a_firewall(project):
-    """The self-test and 06 with fixed ports, without which it fails."""
+    """The self-test and 06 pass with fixed ports; without them the self-test fails."""
     require("iptables", "sysctl")
-    hosts = Hosts(project)  # of its own; it ends with this process
+    hosts = Hosts(project)  # its own hosts, which end with this process
     ports = 'sysctl -w net.ipv4.ip_local_port_range="20001 20100"'
     failed = r"FAILED: join: .* on h\d: no answer within 20 s"
     for setup, command, text in (

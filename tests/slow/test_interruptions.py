@@ -22,7 +22,7 @@ from helpers import (
 
 STOPPABLE = ["07_slurm/train.py", "07_slurm/fsdp.py"]
 ALL = ["06_checkpointing/train.py", *STOPPABLE]
-# after a call of these a rank waits for a signal: the start of a worker, a step, ...
+# after calling these, a rank waits for a signal: the start of a worker, a step, ...
 MOMENTS = [
     "multiprocessing.process.BaseProcess.start",
     "common.model.warmup_then_decay",
@@ -56,7 +56,7 @@ class Run:
         return self.run(command, **settings)
 
     def check(self):
-        """The weights at its end are those of an undisturbed run."""
+        """The final weights are those of an undisturbed run."""
         whole = self.folder / "whole"
         train(self.script, 2, *self.options, cwd=whole)
         assert equal(self.folder / "run/mnist.pt", whole / "mnist.pt")
@@ -64,7 +64,7 @@ class Run:
 
 @pytest.mark.parametrize(("script", "call"), [(ALL[0], 3), (ALL[2], 100)])
 def test_killed_while_it_saves(script, call, tmp_path):
-    """In this call of torch.save after each start, so a part of the file is written."""
+    """In this call of torch.save after each start, while a file is partly written."""
     run = Run(tmp_path, script, "--epochs=2", "--save-every=1")
     settings = {"PET_MAX_RESTARTS": 50, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
     result = run.start(fault=f"killed_in_save:{call}", **settings).finish()
@@ -81,7 +81,7 @@ def test_06_run_sh_restarts_killed_ranks(tmp_path):
 
 
 def test_06_training_continues_on_one_node_when_the_other_one_leaves(tmp_path):
-    """Its torchrun, which run.sh has become, is killed; to the end, with code 0."""
+    """The other torchrun is killed; the first node trains to the end, with code 0."""
     run = Run(tmp_path, ALL[0], "--epochs=20")
     slow = tmp_path / "run/slow"
     slow.parent.mkdir()
@@ -102,7 +102,7 @@ def test_06_training_continues_on_one_node_when_the_other_one_leaves(tmp_path):
 
 @pytest.mark.parametrize("script", ALL[::2])
 def test_the_ranks_end_with_torchrun(script, tmp_path):
-    """At once, whatever ends it: the same command would train beside them."""
+    """At once, even if it is killed: else the same command would train beside them."""
     run = Run(tmp_path, script, "--epochs=10")
     (tmp_path / "run").mkdir()
     slow = tmp_path / "run/slow"
@@ -119,7 +119,7 @@ def test_the_ranks_end_with_torchrun(script, tmp_path):
 
 @pytest.mark.parametrize("script", STOPPABLE)
 def test_signals_to_all_processes_at_each_moment(script, tmp_path):
-    """As a scheduler may send them: to torchrun, ranks and workers; nothing is lost."""
+    """To torchrun, ranks and workers, as from a scheduler; nothing is lost."""
     run = Run(tmp_path, script, "--epochs=4", "--save-every=99", "--workers=2")
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGTERM]
     output = ""
@@ -152,7 +152,7 @@ def test_signals_to_all_processes_at_each_moment(script, tmp_path):
     ],
 )
 def test_a_worker_fails_or_is_killed(script, event, error, tmp_path):
-    """All ranks end within seconds, without a process left; the run can be resumed."""
+    """All ranks end within seconds and leave no process; the run can be resumed."""
     run = Run(tmp_path, script, "--epochs=2", "--workers=2")
     image = order_of(1, 181, 2, seed=0)[150]
     failed = run.start(IMAGE=f"{image} {event}").finish(120)

@@ -1,4 +1,4 @@
-"""07 on a real Slurm of two nodes: what ends early is requeued and resumes."""
+"""07 on a real Slurm with two nodes: a job that ends early is requeued and resumes."""
 
 import os
 import re
@@ -45,7 +45,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=10
 
 @pytest.fixture(scope="module")
 def cluster(hosts, tmp_path_factory):
-    """Real daemons, apart from this machine's own; only Slurm believes in the GPUs."""
+    """Real daemons, separate from those of this machine; the GPUs are not real."""
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder))
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-31]\n")
@@ -70,7 +70,7 @@ def cluster(hosts, tmp_path_factory):
 
 
 class Job:
-    """A job of two nodes, with files in a folder of its own."""
+    """A job on two nodes, with files in its own folder."""
 
     def __init__(self, cluster, folder, number, weights):
         self.cluster, self.folder, self.id = cluster, folder, number
@@ -85,7 +85,7 @@ class Job:
         return dict(re.findall(r"(\S+?)=(\S*)", words))
 
     def log(self):
-        """What it and the jobs before it in this folder have printed."""
+        """What it and the earlier jobs in this folder have printed."""
         logs = sorted(self.folder.glob("mnist-*.log"))
         return "".join(log.read_text() for log in logs)
 
@@ -105,7 +105,7 @@ class Job:
         self.wait(lambda: "%  loss" in "".join(self.log().split("starting at")[start:]))
 
     def check_resumes(self, name=None, restarts=1, stops=0):
-        """It ends as if nothing had disturbed it, and each stop has lost nothing."""
+        """It ends as if nothing had disturbed it, and no stop has lost a step."""
         (self.folder / "slow").unlink(missing_ok=True)
         self.finish(restarts=restarts)
         places = STOP.findall(self.log())
@@ -210,7 +210,7 @@ def test_out_of_time(cluster, submit):
 
 
 def test_preempted(cluster, submit):
-    """With a grace time run.sh requeues the job, without one Slurm does."""
+    """With a grace time run.sh requeues the job; without one, Slurm does."""
     jobs = [
         submit(script, slow=True, SBATCH_PARTITION=partition)
         for script, partition in ((FSDP, "grace"), (TRAIN, "main"))
@@ -235,7 +235,7 @@ def test_stopped_then_cancelled_then_submitted_again(cluster, submit):
 
 
 def test_the_selftest_by_the_same_batch_script(submit):
-    """Slurm's record has what the script's header says, in spite of its comments."""
+    """Slurm reads the header of the script correctly in spite of its comments."""
     job = submit("04_ddp_torchrun/selftest.py", NPROC="2")
     job.finish()
     ok = r"^OK: all checks passed on 4 ranks on (h0, h1|h1, h0)$"

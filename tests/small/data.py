@@ -1,9 +1,9 @@
-"""In place of common/data.py: few images, and events.
+"""Replaces common/data.py: few images, and events.
 
 READ="1 57 15": the process of rank 1 gets signal 15 when it reads its 57th image.
 IMAGE="5 9": the process that reads image 5, maybe a worker, gets signal 9, or with 0 an
-error; only once, as it writes a file `happened`. A file `slow` has the seconds that
-each image takes.
+error; only once, because it writes a file `happened`. A file `slow` has the seconds
+that each image takes.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def load_mnist(folder=None, download=True):
     labels = torch.randint(10, (TRAIN + TEST,), generator=numbers)
     noise = torch.randn(TRAIN + TEST, 1, 28, 28, generator=numbers)
     images = patterns.repeat_interleave(7, 3)[labels] + noise / 2
-    # of unlike contrast, so that BatchNorm's statistics are unlike on the ranks
+    # with different contrast, so that BatchNorm's statistics differ between the ranks
     images *= torch.randn(TRAIN + TEST, 1, 1, 1, generator=numbers).exp()
     train_set = Images(images[:TRAIN], labels[:TRAIN])
     return train_set, Images(images[TRAIN:], labels[TRAIN:])

@@ -1,4 +1,4 @@
-"""In place of common/model.py, then whole.py: a small network with BatchNorm, dropout.
+"""Replaces common/model.py (then whole.py): a small network with BatchNorm, dropout.
 
 With WAITS, torch warns where a line of the training waits for the GPU.
 """
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class ConvNet(nn.Module):
-    """Images [N, 1, 28, 28] to logits [N, 10]; once in each mode it prints how."""
+    """Images [N, 1, 28, 28] to logits [N, 10]; in each mode it once prints how."""
 
     def __init__(self):
         super().__init__()
@@ -26,7 +26,7 @@ class ConvNet(nn.Module):
         )
         self.reported = set()
 
-    @torch.compiler.disable  # to compile it would take long
+    @torch.compiler.disable  # compiling it would take long
     def forward(self, images):
         logits = self.layers(images)
         if self.training not in self.reported:
@@ -39,7 +39,7 @@ class ConvNet(nn.Module):
                 f"{what} on {logits.device} in {logits.dtype}, "
                 f"gradients {logits.requires_grad}, seed {torch.initial_seed()}, "
                 f"compiled {wrappers > 1}\n",
-                end="",  # in one write, or the lines of two ranks mix
+                end="",  # a single write, so that the lines of two ranks do not mix
                 flush=True,
             )
             if "WAITS" in os.environ:

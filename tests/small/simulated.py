@@ -1,4 +1,4 @@
-"""In place of common/__init__.py: for simulated GPUs, which lack some kernels.
+"""Replaces common/__init__.py: for simulated GPUs, which lack some kernels.
 
 SDPA=math computes attention without fused kernels, COMPILE=eager compiles without
 Triton.
