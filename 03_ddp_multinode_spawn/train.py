@@ -41,7 +41,6 @@ def parse_args():
     add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     add("--amp", action="store_true", help="mixed precision: bfloat16")
     add("--compile", action="store_true", help="compile: slow start, faster steps")
-    # DDP-2: for small batches per GPU
     add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")
     # DDP-0: how many processes, and on which nodes
     gpus = torch.cuda.device_count() or 2
@@ -116,7 +115,7 @@ def train(local_rank, args):  # DDP-0: in each process
         # the sum of the losses, and the number of images
         total = torch.zeros(2, dtype=torch.float64, device=device)
         # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
-        hide = True if rank > 0 else None
+        hide = rank > 0 or None
         for batch in tqdm(train_loader, f"epoch {epoch}", leave=False, disable=hide):
             images, labels = [part.to(device, non_blocking=True) for part in batch]
             optimizer.zero_grad()

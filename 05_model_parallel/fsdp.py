@@ -25,8 +25,6 @@ from common.data import load_mnist
 from common.gather import gather_in_order
 from common.model import VisionTransformer, warmup_then_decay
 
-MAX_GRAD_NORM = 1.0
-
 
 def parse_args():
     parser = argparse.ArgumentParser()
@@ -43,7 +41,7 @@ def parse_args():
     add("--amp", action="store_true", help="mixed precision: bfloat16")
     # FSDP-1: the size; --recompute: keep no activations, recompute them in backward
     add("--width", type=int, default=64, help="features per patch: %(default)s")
-    add("--depth", type=int, default=3, help="blocks: %(default)s")
+    add("--depth", type=int, default=3)  # blocks
     add("--recompute", action="store_true", help="recompute activations: less memory")
     return parser.parse_args()
 
@@ -110,7 +108,7 @@ def train(args):
     global_batch = args.batch_size * world_size  # DDP-3: images per step of all ranks
     # square-root scaling of the learning rate, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5
-    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr)
     steps = args.epochs * len(train_loader)
     # taken in the middle of a step, so that no step has a rate of 0
     scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -125,13 +123,13 @@ def train(args):
         # the sum of the losses, and the number of images
         total = torch.zeros(2, dtype=torch.float64, device=device)
         # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
-        hide = True if rank > 0 else None
+        hide = rank > 0 or None
         for batch in tqdm(train_loader, f"epoch {epoch}", leave=False, disable=hide):
             images, labels = [part.to(device, non_blocking=True) for part in batch]
             optimizer.zero_grad()
             loss = criterion(model(images).float(), labels)  # as autocast does
             loss.backward()  # FSDP-2: each rank gets its shards of the mean gradient
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)  # a collective
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # a collective
             optimizer.step()
             scheduler.step()
             total[0] += loss.detach() * len(labels)

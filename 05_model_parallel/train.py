@@ -125,7 +125,7 @@ def train(args):
         # the sum of the losses, and the number of images
         total = torch.zeros(2, dtype=torch.float64, device=second)
         # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
-        hide = True if rank > 0 else None
+        hide = rank > 0 or None
         for batch in tqdm(train_loader, f"epoch {epoch}", leave=False, disable=hide):
             images, labels = batch
             # MP-2: each to the device that needs it

@@ -32,8 +32,6 @@ from common.gather import gather_in_order
 from common.model import VisionTransformer, warmup_then_decay
 from common.stops import StopSignals
 
-MAX_GRAD_NORM = 1.0
-
 
 def parse_args():
     parser = argparse.ArgumentParser()
@@ -50,7 +48,7 @@ def parse_args():
     add("--amp", action="store_true", help="mixed precision: bfloat16")
     # FSDP-1: the size; --recompute: keep no activations, recompute them in backward
     add("--width", type=int, default=64, help="features per patch: %(default)s")
-    add("--depth", type=int, default=3, help="blocks: %(default)s")
+    add("--depth", type=int, default=3)  # blocks
     add("--recompute", action="store_true", help="recompute activations: less memory")
     add("--shards", type=int, help="ranks that share a model; default: all")
     # CKPT-1: one path per run, because what is there is resumed
@@ -131,7 +129,7 @@ def train(args):
     global_batch = args.batch_size * world_size  # DDP-3: images per step of all ranks
     # square-root scaling of the learning rate, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5
-    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr)
     # CKPT-4: this start's peaks, because loading overwrites lr, weight_decay, ...
     peaks = [group["lr"] for group in optimizer.param_groups]
     # CKPT-1: saved besides the model and the optimizer
@@ -162,7 +160,7 @@ def train(args):
         # the sum of the losses, and the number of images
         total = torch.zeros(2, dtype=torch.float64, device=device)
         # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
-        hide = True if rank > 0 else None
+        hide = rank > 0 or None
         seed_step()  # CKPT-4: iter() seeds workers, or a resume repeats epoch 1's noise
         batches = stops.iterate(train_loader)  # STOP-1: its workers ignore signals
         batches = tqdm(batches, f"epoch {epoch}", leave=False, disable=hide)
@@ -172,7 +170,7 @@ def train(args):
             optimizer.zero_grad()
             loss = criterion(model(images).float(), labels)  # as autocast does
             loss.backward()  # FSDP-2: each rank gets its shards of the mean gradient
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)  # a collective
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # a collective
             # CKPT-4: the rate follows the images, since the number of ranks may change
             done = min(progress["done"] + global_batch, length)
             middle = (progress["done"] + done) / 2 / length  # of this step in the epoch

@@ -44,7 +44,6 @@ def parse_args():
     add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     add("--amp", action="store_true", help="mixed precision: bfloat16")
     add("--compile", action="store_true", help="compile: slow start, faster steps")
-    # DDP-2: for small batches per GPU
     add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")
     # CKPT-1: one path per run, because what is there is resumed
     add("--checkpoint", type=Path, default="checkpoint.pt", help="one file per run")
@@ -129,7 +128,7 @@ def train(args):
         # the sum of the losses, and the number of images
         total = torch.zeros(2, dtype=torch.float64, device=device)
         # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
-        hide = True if rank > 0 else None
+        hide = rank > 0 or None
         seed_step()  # CKPT-4: iter() seeds workers, or a resume repeats epoch 1's noise
         batches = stops.iterate(train_loader)  # STOP-1: its workers ignore signals
         batches = tqdm(batches, f"epoch {epoch}", leave=False, disable=hide)

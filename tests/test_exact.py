@@ -47,7 +47,6 @@ def train_alone(
     batch,
     order=order_of,
     peak=0.03,
-    decay=0.01,
     clip=torch.inf,
     by_images=False,
     drop=False,
@@ -59,7 +58,7 @@ def train_alone(
     train_set, test_set = data.load_mnist()
     size = ranks * batch
     peak *= (size / 256) ** 0.5
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=decay)
+    optimizer = torch.optim.AdamW(model.parameters())
     criterion = nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.1)
     lines, norms = [], []
     for epoch in range(EPOCHS):
@@ -100,7 +99,7 @@ def train_alone(
     return lines
 
 
-FSDP = {"peak": 0.006, "decay": 0.05, "clip": 1}
+FSDP = {"peak": 0.006, "clip": 1}
 SAME_BATCH = {"ranks": 1, "order": by_seeded_loader}  # on all ranks
 HOW = {
     "01_dataparallel/train.py": {"order": by_loader},
