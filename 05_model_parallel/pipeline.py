@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -47,6 +48,7 @@ def parse_args():
     return args
 
 
+@record  # DDP-1: the last lines that torchrun prints show the first error
 def train(args):
     # 1. Setup
     # DDP-1: torchrun has set LOCAL_RANK, which is the number of the GPU on this machine

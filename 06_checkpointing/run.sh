@@ -3,6 +3,8 @@
 #   bash 06_checkpointing/run.sh --checkpoint run1.pt
 # Elastic, the same command on each of one or two machines with a shared disk:
 #   RDZV_ID=1 RDZV_ENDPOINT=10.0.0.1:29400 bash 06_checkpointing/run.sh --checkpoint /shared/run1.pt
+# The output of each rank in a file, and only rank 0's on the screen (torchrun reads PET_...):
+#   PET_TEE=3 PET_LOG_DIR=logs PET_LOCAL_RANKS_FILTER=0 bash 06_checkpointing/run.sh
 set -eu
 script=$(dirname "$0")/train.py
 if command -v nvidia-smi >/dev/null; then NPROC=${NPROC:-gpu}; else NPROC=${NPROC:-2}; fi

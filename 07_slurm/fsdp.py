@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
@@ -58,6 +59,7 @@ def parse_args():
     return parser.parse_args()
 
 
+@record  # DDP-1: the last lines that torchrun prints show the first error
 def train(args):
     # 1. Setup
     # SLURM-1: `srun python`, without torchrun: you export MASTER_ADDR and MASTER_PORT

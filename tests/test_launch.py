@@ -11,6 +11,7 @@ from helpers import (
     copy_project,
     each_row,
     free_port,
+    order_of,
     run,
     tools,
     torchrun,
@@ -83,6 +84,14 @@ def test_bad_input_is_an_error_that_names_it(row, tmp_path):
     result = run(command, tmp_path / "run")
     assert result.code and re.search(error, result.errors), result
     assert "epoch" not in result.output and not [*(tmp_path / "run").iterdir()]
+
+
+def test_the_last_lines_show_the_first_error(tmp_path):
+    """Rank 1's, although rank 0 then fails because rank 1 has gone."""
+    project = copy_project(tmp_path, "04_ddp_torchrun/train.py", small="data")
+    image = order_of(1, 181, 2, seed=0)[101]
+    result = train("train.py", 2, cwd=project, IMAGE=f"{image} 0", code=1)
+    assert "OSError: this image cannot be read" in result.errors[-200:], result
 
 
 def test_options_that_differ_between_machines_are_an_error(tmp_path):
