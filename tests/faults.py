@@ -188,6 +188,19 @@ def killed_in_save(number):
     torch.save = save_or_die
 
 
+def slow_saves(fails=0):
+    """os.fsync takes half a second; on rank 1 this call of it fails."""
+    fsync, calls = os.fsync, itertools.count(1)
+
+    def slow_fsync(file):
+        time.sleep(0.5)
+        if rank == 1 and next(calls) == int(fails):
+            raise OSError("the disk is full")
+        fsync(file)
+
+    os.fsync = slow_fsync
+
+
 if __name__ == "__main__":
     _, faults, script, *options = sys.argv
     sys.argv = [script, *options]
