@@ -58,7 +58,7 @@ function unexplained({ hits, without, events }) { // an exception before the cau
   for (const [event, begin] of events.entries()) {
     if (hits[0]?.rank < POINTER && hits[0].event <= event) return;
     const part = without[0].slice(begin, events[event + 1]), exception = RAISED.exec(part);
-    if (!exception || hits.some(({ texts }) => search(texts, part).length)) continue;
+    if (!exception || hits.some(({ points, texts }) => search(texts, points ? exception[0] : part).length)) continue;
     const frame = part.slice(0, exception.index).split('file "').at(-1); // the innermost one
     return { at: begin + exception.index, raised: /^[^"]+", line/.test(frame) && !/^[^"]*-packages\b/.test(frame) };
   }
