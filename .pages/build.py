@@ -28,12 +28,16 @@ SCRIPTS = {
     for path in (*ROOT.glob("0*/train.py"), ROOT / "05_model_parallel/fsdp.py")
 }
 SCRIPTS["fsdp"] = ROOT / "07_slurm/fsdp.py"
+SCRIPTS["images"] = ROOT / "04_ddp_torchrun/image_folder.py"
+SCRIPTS["contrastive"] = ROOT / "04_ddp_torchrun/contrastive.py"
 TABS = {
     ("01", "04"): "one process → DDP",
     ("04", "06"): "DDP → checkpoints",
     ("06", "07"): "checkpoints → stops",
     ("06", "08"): "checkpoints → Docker",
     ("04", "05"): "DDP → FSDP",
+    ("04", "images"): "DDP → images in folders",
+    ("04", "contrastive"): "DDP → contrastive loss",
     ("07", "fsdp"): "stops → FSDP",
     ("01", "02"): "one process → spawn",
     ("02", "03"): "spawn → two machines",
