@@ -22,8 +22,8 @@ from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 TEXT = bytes(n * n % 251 for n in range(255))
-OPTIONS = "--text=text --context=8 --save-every=1 --epochs=2 --lr=0.05".split()
-OPTIONS += ["--seed", SEED]
+OPTIONS = f"--text=text --context=8 --save-every=1 --epochs=2 --lr=0.05 --seed={SEED}"
+OPTIONS = OPTIONS.split()
 
 
 @pytest.fixture
