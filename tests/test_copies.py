@@ -1,8 +1,10 @@
 """With the patches of copies/, N processes compute what one does, and they resume."""
 
+import json
 import re
 
 import pytest
+import torch
 from helpers import (
     COPIES,
     ROOT,
@@ -18,7 +20,14 @@ from helpers import (
     torchrun,
     train,
     wait_until,
+    without_batch_norm,
 )
+
+# the line of an epoch or of a save, without its time
+EPOCH = r"^epoch .*?(?=  \d+\.\d s|$)"
+# in one write, or the lines of two ranks mix
+SHOW = """optimizer.zero_grad()
+            print(f"got {images[:, 0, 0, 0].tolist()}\\n", end="", flush=True)"""
 
 
 def patched(folder, script, *patches):
@@ -69,7 +78,10 @@ def test_own_resume_is_bit_for_bit_that_of_an_undisturbed_run(tmp_path):
 
 
 def test_early_stopping(tmp_path, monkeypatch):
-    """After three worse epochs in the last 60 %; the best weights are saved."""
+    """After three worse epochs in the last 60 %; the best weights are saved.
+
+    They are chosen by a sixth of the training set.
+    """
     project = patched(tmp_path, "04_ddp_torchrun/train.py", "add_early_stopping.patch")
     monkeypatch.setenv("FLOAT32", "1")
     result = train("train.py", 2, "--epochs=20", cwd=project)
@@ -78,9 +90,99 @@ def test_early_stopping(tmp_path, monkeypatch):
     assert len(accuracies) == max(best + 1, 8) + 3
     model = module(project / "common/model.py").ConvNet().eval()
     model.load_state_dict(load(project / "best-mnist.pt"))
-    images, labels = module(ROOT / "tests/small/data.py").load_mnist()[1].tensors
+    train_set, _ = module(ROOT / "tests/small/data.py").load_mnist()
+    seeded = torch.Generator().manual_seed(0)
+    chosen = torch.utils.data.random_split(train_set, [5 / 6, 1 / 6], seeded)[1].indices
+    images, labels = train_set[chosen]
     right = model(images).argmax(1) == labels
     assert f"{right.double().mean():.4f}" == f"{max(accuracies):.4f}"
+
+
+def on_one_and_two(folder, script, one, two, change=("", "")):
+    """Two epochs on one process and on two, each with its patches and its --batch-size.
+
+    They print and save the same. Returns the images that each step of the two has got,
+    by their first pixels. In the folder `2` is what they have written.
+    """
+    lines = []
+    for ranks, (patches, *options) in enumerate((one, two), start=1):
+        project = patched(folder / f"{ranks}", script, *patches)
+        without_batch_norm(project)
+        edit(project / "common/data.py", *change)
+        edit(project / "train.py", "optimizer.zero_grad()", SHOW)
+        options = ["--epochs=2", "--seed", SEED, "--batch-size", *options]
+        result = train(project / "train.py", ranks, *options, cwd=folder / f"{ranks}")
+        lines.append(re.findall(EPOCH, result.output, re.M))
+    assert len(lines[0]) >= 2 and lines[0] == lines[1]
+    assert distance(folder / "1/mnist.pt", folder / "2/mnist.pt") < 1e-10
+    found = re.findall("^got (.*)", result.output, re.M)
+    return [pixel for pixels in found for pixel in json.loads(pixels)]
+
+
+def data(folder):
+    """The training set and the test set of the two processes."""
+    return module(folder / "2/a project/common/data.py").load_mnist()
+
+
+def test_accumulation(tmp_path, monkeypatch):
+    """The step of one process with a large batch, also if it has fewer batches."""
+    monkeypatch.setenv("TRAIN_IMAGES", "182")
+    two = ["add_accumulation.patch"], 6, "--accumulate=2"
+    on_one_and_two(tmp_path, "06_checkpointing/train.py", ([], 24), two)
+
+
+def test_one_global_batch_and_predictions(tmp_path, monkeypatch, float64):
+    """--batch-size is that of all processes; predictions are in the right order."""
+    monkeypatch.setenv("TRAIN_IMAGES", "180")
+    two = ["add_global_batch.patch", "add_predictions.patch"], 12
+    on_one_and_two(tmp_path, "04_ddp_torchrun/train.py", ([], 12), two)
+    model = module(tmp_path / "2/a project/common/model.py").ConvNet().eval()
+    model.load_state_dict(load(tmp_path / "2/mnist.pt"))
+    predicted = model(data(tmp_path)[1].tensors[0]).argmax(1)
+    lines = (tmp_path / "2/predictions.txt").read_text().splitlines()
+    assert lines == [f"{each}" for each in predicted.tolist()]
+
+
+def test_weighted_sampling(tmp_path, monkeypatch, float64):
+    """A tenth of the images has label 0, and half of those that are drawn."""
+    monkeypatch.setenv("TRAIN_IMAGES", "180")
+    patches = ["add_weighted_sampling.patch"]
+    got = on_one_and_two(
+        tmp_path,
+        "04_ddp_torchrun/train.py",
+        (patches, 12),
+        (patches, 6),
+        ("numbers)\n    noise", "numbers).clamp(max=1)\n    noise"),
+    )
+    images, labels = data(tmp_path)[0].tensors
+    assert 10 < sum(labels == 0) < 30
+    rare = images[labels == 0, 0, 0, 0].tolist()
+    epochs = sorted(got[:180]), sorted(got[180:])
+    assert epochs[0] != epochs[1]
+    assert 150 < sum(pixel in rare for pixel in got) < 210
+
+
+def test_a_stream(tmp_path, monkeypatch, float64):
+    """Each image once per epoch, also where the last batch of a rank is smaller."""
+    monkeypatch.setenv("TRAIN_IMAGES", "179")
+    one, two = [(["add_stream.patch"], batch, "--workers=2") for batch in (12, 6)]
+    got = on_one_and_two(tmp_path, "04_ddp_torchrun/train.py", one, two)
+    images = data(tmp_path)[0].tensors[0]
+    assert sorted(got) == sorted(2 * images[:, 0, 0, 0].tolist())
+
+
+def test_state_of_each_rank(tmp_path):
+    """A killed run goes on with the noise of each rank, and on as many ranks only."""
+    script = "06_checkpointing/train.py"
+    script = patched(tmp_path, script, "add_per_rank_state.patch") / "train.py"
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    options = ["--epochs=2", "--save-every=2", "--batch-size=10"]
+    train(script, 2, *options, cwd=whole)
+    train(script, 2, *options, cwd=killed, READ="1 140 9", code=1)
+    other = train(script, 1, *options, cwd=killed, code=1)
+    assert "'ranks': 2}, not {" in other.errors
+    train(script, 2, *options, cwd=killed)
+    assert equal(killed / "mnist.pt", whole / "mnist.pt")
 
 
 def test_a_profile(tmp_path):
