@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
@@ -83,19 +84,19 @@ def parse_args():
     add("--lr", type=float, default=3e-3, help="peak rate for 256 pairs: %(default)s")
     add("--seed", type=int, default=0)
     add("--workers", type=int, default=0, help="per process: %(default)s")
-    add("--data-dir", type=Path, help="folder of MNIST; default: download it to data")
+    add("--data-dir", type=Path, help="MNIST folder; default: download to ./data")
     add("--output", type=Path, default="contrastive.pt", help="weights: %(default)s")
     add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     add("--amp", action="store_true", help="mixed precision: bfloat16")
-    add("--compile", action="store_true", help="slower start, faster steps")
-    # DDP-2: for small batches per GPU
+    add("--compile", action="store_true", help="compile: slow start, faster steps")
     add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")
     return parser.parse_args()
 
 
+@record  # DDP-1: the last lines that torchrun prints show the first error
 def train(args):
     # 1. Setup
-    # DDP-1: torchrun has set LOCAL_RANK, which is the number of the GPU on this machine
+    # DDP-1: torchrun sets LOCAL_RANK, the number of the GPU on this machine
     local_rank = int(os.environ["LOCAL_RANK"])
     if args.device == "cuda":
         device = torch.device("cuda", local_rank)
@@ -105,7 +106,7 @@ def train(args):
         device = torch.device("cpu")
         dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    check_equal(**vars(args))  # DDP-1: an error if a machine has other options
+    check_equal(**vars(args))  # DDP-1: an error if a machine has different options
     torch.manual_seed(args.seed)
     args.output.parent.mkdir(parents=True, exist_ok=True)
 
@@ -129,11 +130,11 @@ def train(args):
 
     # 4. Loss and optimizer
     global_batch = args.batch_size * world_size  # DDP-3: pairs per step of all ranks
-    # square-root scaling of the rate, for Adam: arXiv:2205.10287
+    # square-root scaling of the learning rate, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     steps = args.epochs * len(train_loader)
-    # taken at the middle of a step, so that no step has a rate of 0
+    # taken in the middle of a step, so that no step has a rate of 0
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_then_decay((step + 0.5) / steps)
     )
@@ -146,7 +147,7 @@ def train(args):
         # the sum of the losses, and the number of pairs
         total = torch.zeros(2, dtype=torch.float64, device=device)
         # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
-        hide = True if rank > 0 else None
+        hide = rank > 0 or None
         for batch in tqdm(train_loader, f"epoch {epoch}", leave=False, disable=hide):
             images = batch[0].to(device, non_blocking=True)
             optimizer.zero_grad()
@@ -158,7 +159,7 @@ def train(args):
             scheduler.step()
             total[0] += loss.detach() * len(images)
             total[1] += len(images)
-        # DDP-2: raises if weights are NaN or differ, as by a loss of model(...)
+        # DDP-2: raises if weights are NaN or differ, as with a loss of model(x)
         check_same_model(model)
         dist.all_reduce(total)  # DDP-5: the sum over all ranks
         loss = (total[0] / total[1]).item()  # waits for the GPU

@@ -14,11 +14,12 @@ import zipfile
 import zlib
 from pathlib import Path
 
-ctypes.CDLL(None).prctl(1, 9)  # CKPT-1: PR_SET_PDEATHSIG, SIGKILL: die with torchrun
+ctypes.CDLL(None).prctl(1, 9)  # CKPT-1: SIGKILL if torchrun dies, else two runs save
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -85,16 +86,17 @@ def parse_args():
     add("--output", type=Path, default="model.pt", help="weights: %(default)s")
     add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     add("--amp", action="store_true", help="mixed precision: bfloat16")
-    add("--compile", action="store_true", help="slower start, faster steps")
-    # CKPT-1: one path per run: what is there is resumed
+    add("--compile", action="store_true", help="compile: slow start, faster steps")
+    # CKPT-1: one path per run, because what is there is resumed
     add("--checkpoint", type=Path, default="checkpoint.pt", help="one file per run")
     add("--save-every", type=int, default=100, help="steps: %(default)s")
     return parser.parse_args()
 
 
+@record  # DDP-1: the last lines that torchrun prints show the first error
 def train(args):
     # 1. Setup
-    # DDP-1: torchrun has set LOCAL_RANK, which is the number of the GPU on this machine
+    # DDP-1: torchrun sets LOCAL_RANK, the number of the GPU on this machine
     local_rank = int(os.environ["LOCAL_RANK"])
     if args.device == "cuda":
         device = torch.device("cuda", local_rank)
@@ -104,7 +106,7 @@ def train(args):
         device = torch.device("cpu")
         dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    check_equal(**vars(args))  # DDP-1: an error if a machine has other options
+    check_equal(**vars(args))  # DDP-1: an error if a machine has different options
     torch.manual_seed(args.seed)
     for path in (args.output, args.checkpoint):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,15 +137,15 @@ def train(args):
     criterion = nn.CrossEntropyLoss(reduction="none")  # 0 where the label is -100
     # DDP-7: sequences per step of all ranks
     global_batch = args.batch_size * args.accumulate * world_size
-    # square-root scaling of the rate, for Adam: arXiv:2205.10287
+    # square-root scaling of the learning rate, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr)
-    # CKPT-4: peaks of this start: loading sets lr, weight_decay, ... as they were saved
+    # CKPT-4: this start's peaks, because loading overwrites lr, weight_decay, ...
     peaks = [group["lr"] for group in optimizer.param_groups]
-    # CKPT-1: saved: what has a state_dict() (model, not ddp_model), and plain values
+    # CKPT-1: what is saved: objects with a state_dict() (not ddp_model), plain values
     stateful = {"model": model, "optimizer": optimizer, "ema": ema}
     progress = {"epoch": 1, "done": 0}  # done: sequences of the epoch, over all ranks
-    # CKPT-3: must be equal at a resume; ranks, --batch-size and --epochs may change
+    # CKPT-3: must match when a run resumes; ranks, batch size and epochs may change
     must_match = {"text": zlib.crc32(content), "seed": args.seed, "lr": args.lr}
     if wait_for_file(args.checkpoint):  # CKPT-3: on all ranks, as DDP sent only weights
         load_checkpoint(args.checkpoint, stateful, progress, must_match)
@@ -153,14 +155,14 @@ def train(args):
     if rank == 0:  # DDP-4: log on rank 0 only
         print(f"starting at {progress} on {world_size} ranks", flush=True)
 
-    def seed_step():  # CKPT-4: on as many ranks a resumed run draws the same noise
+    def seed_step():  # CKPT-4: a run resumed on as many ranks draws the same noise
         seen = (progress["epoch"] - 1) * length + progress["done"]
         torch.manual_seed(args.seed + seen * world_size + rank)
 
     # 5. Train and evaluate
     for epoch in range(progress["epoch"], args.epochs + 1):
         progress["epoch"] = epoch
-        # CKPT-4: the rest of the epoch; there is none if only its evaluation was missed
+        # CKPT-4: the rest of the epoch; it is empty if only the evaluation is missing
         shard = rest_of_epoch(length, args.seed + epoch, progress["done"])
         train_loader = DataLoader(train_set, args.batch_size, sampler=shard, **options)
         model.train()
@@ -168,8 +170,8 @@ def train(args):
         # the sum of the losses, and the number of tokens
         total = torch.zeros(2, dtype=torch.float64, device=device)
         # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
-        hide = True if rank > 0 else None
-        seed_step()  # CKPT-4: iter() seeds workers, which draw other noise if resumed
+        hide = rank > 0 or None
+        seed_step()  # CKPT-4: iter() seeds workers, or a resume repeats epoch 1's noise
         batches = tqdm(iter(train_loader), f"epoch {epoch}", leave=False, disable=hide)
         seed_step()  # CKPT-4: again, because iter() has drawn a number
         batches = iter(batches)  # of which islice takes the next ones
@@ -196,8 +198,8 @@ def train(args):
                 total[0] += loss.detach()
             # CKPT-4: the rate follows the sequences, as the number of ranks may change
             done = min(progress["done"] + global_batch, length)
-            middle = (progress["done"] + done) / 2 / length  # of the step, in the epoch
-            fraction = (epoch - 1 + middle) / args.epochs  # it falls with more --epochs
+            middle = (progress["done"] + done) / 2 / length  # of this step in the epoch
+            fraction = (epoch - 1 + middle) / args.epochs  # smaller with more --epochs
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * warmup_then_decay(fraction)
             optimizer.step()
@@ -205,7 +207,7 @@ def train(args):
             progress["done"] = done
             # CKPT-1: on all ranks: every N steps of the epoch, and after its last one
             if done == length or done // global_batch % args.save_every == 0:
-                # DDP-2: raises if weights are NaN or differ, as by a loss of model(...)
+                # DDP-2: raises if weights are NaN or differ, as with a loss of model(x)
                 check_same_model(model)
                 dist.all_reduce(total)  # DDP-5: the sum over all ranks
                 if rank == 0:  # DDP-4: the others wait for rank 0 in the next step
@@ -247,7 +249,7 @@ def evaluate(model, criterion, batches, length, device):
 def rest_of_epoch(length, seed, done):  # CKPT-4: what this rank has left of an epoch
     """Return this rank's share of the indices after the first `done` of the epoch.
 
-    Ranks take turns, so that these are used up. Empty sequences pad the last ones.
+    Ranks take turns, so the first `done` are used up. Padding: empty sequences.
     """
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -267,16 +269,16 @@ def save_file(content, path):  # CKPT-2: a kill in the middle leaves the old fil
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())  # on the disk before the rename, if the power fails
-    # weights_only takes tensors and plain values: fail now, and not at the resume
+    # weights_only takes tensors and plain values: fail now, not at the resume
     torch.load(temporary, "cpu", mmap=True, weights_only=True)
     os.replace(temporary, path)
 
 
 def load_checkpoint(path, stateful, progress, must_match):  # CKPT-3: on all ranks
-    """Load into stateful and progress. Raises if it is damaged or of another run."""
+    """Load into stateful and progress. Raises if it is damaged or from another run."""
     if zipfile.ZipFile(path).testzip():  # torch.load does not compare the checksums
         raise ValueError(f"{path} is damaged")
-    state = torch.load(path, "cpu", mmap=True, weights_only=True)  # one per machine
+    state = torch.load(path, "cpu", mmap=True, weights_only=True)  # 1 copy per machine
     if state["must_match"] != must_match:
         raise ValueError(f"{path} has {state['must_match']}, not {must_match}")
     for name, each in stateful.items():

@@ -25,7 +25,7 @@ from helpers import (
 
 # the line of an epoch or of a save, without its time
 EPOCH = r"^epoch .*?(?=  \d+\.\d s|$)"
-# in one write, or the lines of two ranks mix
+# a single write, so that the lines of two ranks do not mix
 SHOW = """optimizer.zero_grad()
             print(f"got {images[:, 0, 0, 0].tolist()}\\n", end="", flush=True)"""
 
