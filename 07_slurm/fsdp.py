@@ -251,7 +251,7 @@ def save_whole(model, path):  # FSDP-4: all ranks take part, rank 0 gets the wei
 
 
 def save_checkpoint(folder, model, optimizer, progress, must_match):
-    """Write a checkpoint from all ranks, and keep only the newest two complete ones."""
+    """Write a checkpoint on all ranks. Of the older ones keep one complete spare."""
     path = folder / "epoch-{epoch:06}-done-{done:012}".format(**progress)  # sortable
     if dist.get_rank() == 0:  # on a parallel disk mkdir by several ranks may fail
         path.mkdir(parents=True, exist_ok=True)
