@@ -40,6 +40,19 @@ def patched(folder, script, *patches):
     return project
 
 
+@pytest.mark.parametrize("patches", [[], ["small_ddp.diff"]])
+def test_small(patches, tmp_path):
+    """On one process, and with the patch on two: the accuracy of the whole test set."""
+    project = patched(tmp_path, "tests/copies/small.py", *patches)
+    lines = train("small.py", len(patches) + 1, cwd=project).output
+    a, b, c, d = load(project / "model.pt").values()
+    torch.manual_seed(0)
+    points = torch.randn(1000, 2)[700:]
+    found = ((points @ a.T + b).relu() @ c.T + d).argmax(1)
+    accuracy = sum(found == (points.norm(dim=1) < 1)) / 300
+    assert f"4  accuracy {accuracy:.4f}" in lines
+
+
 def printed_and_drawn(result, folder):
     """The lines of own.py, and its picture."""
     lines = re.findall("^(?:seed|step|epoch) .*", result.output, re.M)

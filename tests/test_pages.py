@@ -89,7 +89,7 @@ def test_a_page_shows_each_line_that_changes(old, new, tmp_path):
 @pytest.mark.parametrize(
     ("page", "file"),
     [
-        ("README.md", "tests/copies/own_ddp.patch"),
+        ("README.md", "tests/copies/small_ddp.diff"),
         ("06_checkpointing/README.md", "tests/copies/own_resume.diff"),
         ("07_slurm/README.md", "07_slurm/run.sh"),
     ],
