@@ -69,6 +69,11 @@ def train(args):
     check_equal(**vars(args))  # DDP-1: an error if a machine has other options
     torch.manual_seed(args.seed)
     args.output.mkdir(parents=True, exist_ok=True)
+    try:
+        config = AutoConfig.from_pretrained(args.model)
+    except OSError as error:  # it may not name what it did not find
+        where = "neither a folder with a config.json, nor found on the Hub"
+        raise FileNotFoundError(f"{args.model} is {where}") from error
 
     # 2. Data
     # DDP-3: one process per machine tokenises, and each rank reads its own shard
@@ -82,7 +87,6 @@ def train(args):
     # 3. Model
     # FSDP-1: rank 0 reads the weights; on meta a model has shapes, but no memory
     whole = load_whole(args.model) if rank == 0 else None
-    config = AutoConfig.from_pretrained(args.model)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if args.recompute:
