@@ -96,7 +96,7 @@ def train(args):
     policy = MixedPrecisionPolicy()  # float32
     if args.amp:  # in place of autocast; the shards and the sums stay in float32
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-    # all decoder layers of transformers are of this class
+    # FSDP-2: all decoder layers of transformers are of this class
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     # a layer is whole only while it computes; model, the last, has all other layers
     for module in (*layers, model):

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import signal
 import sys
 
 import pytest
@@ -24,10 +23,16 @@ from torch import nn
 # transformers imports torchvision if it is there, and it may be for another torch
 with pytest.MonkeyPatch.context() as patch:
     patch.setitem(sys.modules, "torchvision", None)
-    transformers = pytest.importorskip("transformers")
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        PreTrainedTokenizerFast,
+    )
 
+HIDE = "import sys\nsys.modules['torchvision'] = None"
 SCRIPT = ROOT / "05_model_parallel/huggingface.py"
 SIZES = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
@@ -38,23 +43,24 @@ OPTIONS = ["--text=text.txt", "--length=16", "--epochs=2", "--lr=0.001"]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Has models with random weights, whose tokens are bytes."""
+    """Has models with random weights, and a token for each character."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    hide = "import sys\nsys.modules['torchvision'] = None"
-    (tmp_path / "sitecustomize.py").write_text(hide)
+    (tmp_path / "sitecustomize.py").write_text(HIDE)
     (tmp_path / "text.txt").write_text(TEXT)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer = Tokenizer(models.BPE({each: n for n, each in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    characters = Tokenizer(models.BPE({chr(n): n for n in range(128)}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters)
     for name, kind in KINDS.items():
-        config = AutoConfig.for_model(kind, vocab_size=256, **SIZES)
+        config = AutoConfig.for_model(kind, vocab_size=128, **SIZES)
         config.tie_word_embeddings = name != "llama"
         torch.manual_seed(1)
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
     return tmp_path
+
+
+def contents(folder):
+    return (folder / "model.safetensors").read_bytes()
 
 
 def losses_of(result):
@@ -63,7 +69,7 @@ def losses_of(result):
 
 def train_alone(folder):
     """In one process; returns the loss of each step, and the logits of the text."""
-    model = AutoModelForCausalLM.from_pretrained(folder).train()
+    model = AutoModelForCausalLM.from_pretrained(folder)
     tokens = torch.tensor(AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"])
     rows, losses = tokens.split(16), []
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
@@ -80,53 +86,49 @@ def train_alone(folder):
         optimizer.param_groups[0]["lr"] = 0.001 * factor
         optimizer.step()
         losses.append(f"{loss:.4f}")
-    return losses, model.eval()(tokens[None]).logits
+    return losses, model(tokens[None]).logits
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param("1 --batch-size=3 --accumulate=2", marks=pytest.mark.slow),
-        "2 --accumulate=3 --recompute",
-        pytest.param("3 --batch-size=2", marks=pytest.mark.slow),
-    ],
-)
-def test_the_exported_model_is_that_of_one_process(name, options, folder):
+WAYS = """
+llama | 1 | --batch-size=3 --accumulate=2
+llama | 3 | --batch-size=2
+tied | 2 | --accumulate=3 --recompute
+gemma | 3 | --accumulate=2
+"""
+
+
+@each_row(WAYS)
+def test_the_exported_model_is_that_of_one_process(row, folder):
     """Its logits, and the loss of each step; a tied weight is saved once."""
-    ranks, *options = options.split()
-    options = [f"--model={name}", *OPTIONS, *options]
+    name, ranks, options = row
+    options = [f"--model={name}", *OPTIONS, *options.split()]
     result = train(SCRIPT, ranks, *options, cwd=folder)
     losses, expected = train_alone(folder / name)
     assert losses_of(result) == losses
     tokenizer = AutoTokenizer.from_pretrained(folder / "tuned")
-    tuned = AutoModelForCausalLM.from_pretrained(folder / "tuned").eval()
+    tuned = AutoModelForCausalLM.from_pretrained(folder / "tuned")
     logits = tuned(tokenizer(TEXT, return_tensors="pt")["input_ids"]).logits
     assert (logits - expected).abs().max() < 1e-5
-    files = [folder / each / "model.safetensors" for each in (name, "tuned")]
-    assert files[0].stat().st_size == files[1].stat().st_size
+    assert len(contents(folder / "tuned")) == len(contents(folder / name))
 
 
 @pytest.mark.slow
 def test_with_checkpoints_it_resumes_bit_for_bit(folder):
-    """It is killed, and then stopped."""
+    """All processes are killed after the first checkpoint."""
     project = copy_project(folder / "a project", SCRIPT)
     shutil.copy(ROOT / "07_slurm/fsdp.py", project / "checkpoints.py")
     script = project / "huggingface.py"
     run(["patch", "-F0", script, COPIES / "huggingface_resume.diff"], project)
     options = ["--model=tied", *OPTIONS, "--epochs=4", "--save-every=1"]
-    for number in (signal.SIGKILL, signal.SIGTERM):
-        running = Running(torchrun(script, 2, *options), folder)
-        wait_for("  loss ", running, times=2)
-        running.process.send_signal(number)
-        running.finish()
+    running = Running(torchrun(script, 2, *options), folder)
+    wait_for("  loss ", running, times=2)
+    running.kill_all()
     resumed = losses_of(train(script, 2, *options, cwd=folder))
     more = ["--output=whole", "--checkpoint=other"]
     losses = losses_of(train(script, 2, *options, *more, cwd=folder))
-    assert len(losses) == 24 and 0 < len(resumed) < 23
+    assert len(resumed) < 24
     assert resumed == losses[-len(resumed) :]
-    files = [folder / each / "model.safetensors" for each in ("tuned", "whole")]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    assert contents(folder / "tuned") == contents(folder / "whole")
 
 
 ERRORS = """
