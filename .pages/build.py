@@ -30,6 +30,8 @@ SCRIPTS = {
 SCRIPTS["fsdp"] = ROOT / "07_slurm/fsdp.py"
 SCRIPTS["images"] = ROOT / "04_ddp_torchrun/image_folder.py"
 SCRIPTS["contrastive"] = ROOT / "04_ddp_torchrun/contrastive.py"
+SCRIPTS["text"] = ROOT / "06_checkpointing/language_model.py"
+SCRIPTS["transformers"] = ROOT / "05_model_parallel/huggingface.py"
 TABS = {
     ("01", "04"): "one process → DDP",
     ("04", "06"): "DDP → checkpoints",
@@ -38,6 +40,8 @@ TABS = {
     ("04", "05"): "DDP → FSDP",
     ("04", "images"): "DDP → images in folders",
     ("04", "contrastive"): "DDP → contrastive loss",
+    ("06", "text"): "checkpoints → language model",
+    ("05", "transformers"): "FSDP → Hugging Face",
     ("07", "fsdp"): "stops → FSDP",
     ("01", "02"): "one process → spawn",
     ("02", "03"): "spawn → two machines",

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -28,8 +29,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder of common/
 from common.checks import check_equal
 from common.model import warmup_then_decay
-
-MAX_GRAD_NORM = 1.0
 
 
 def parse_args():
@@ -49,14 +48,15 @@ def parse_args():
     add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     add("--amp", action="store_true", help="mixed precision: bfloat16")
     # FSDP-1: recompute: compute activations again in backward, keep none
-    add("--recompute", action="store_true", help="of activations: less memory")
+    add("--recompute", action="store_true", help="recompute activations: less memory")
     add("--compile", action="store_true", help="each layer, by torch.compile")
     return parser.parse_args()
 
 
+@record  # DDP-1: the last lines that torchrun prints show the first error
 def train(args):
     # 1. Setup
-    # DDP-1: torchrun has set LOCAL_RANK, which is the number of the GPU on this machine
+    # DDP-1: torchrun sets LOCAL_RANK, the number of the GPU on this machine
     local_rank = int(os.environ["LOCAL_RANK"])
     if args.device == "cuda":
         device = torch.device("cuda", local_rank)
@@ -66,7 +66,7 @@ def train(args):
         device = torch.device("cpu")
         dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    check_equal(**vars(args))  # DDP-1: an error if a machine has other options
+    check_equal(**vars(args))  # DDP-1: an error if a machine has different options
     torch.manual_seed(args.seed)
     args.output.mkdir(parents=True, exist_ok=True)
     try:
@@ -85,23 +85,23 @@ def train(args):
     train_loader = DataLoader(train_set, rows_per_step, sampler=sampler, **options)
 
     # 3. Model
-    # FSDP-1: rank 0 reads the weights; on meta a model has shapes, but no memory
+    # FSDP-1: rank 0 reads the weights; on meta a model has shapes but no memory
     whole = load_whole(args.model) if rank == 0 else None
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if args.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    # FSDP-2: each rank has a shard of each weight, gradient and moment: none are equal
+    # FSDP-2: each rank has a shard of each weight, gradient and moment: none to compare
     mesh = init_device_mesh(args.device, (world_size,))  # all ranks in one row
     policy = MixedPrecisionPolicy()  # float32
-    if args.amp:  # in place of autocast; the shards and the sums stay in float32
+    if args.amp:  # instead of autocast; shards and sums stay in float32
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     # FSDP-2: all decoder layers of transformers are of this class
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     # a layer is whole only while it computes; model, the last, has all other layers
     for module in (*layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)  # all ranks must call model()
-        # or torch 2.8 on the CPU takes the sum of the gradients for their mean
+        # otherwise torch 2.8 takes the sum of the gradients for their mean on the CPU
         module.set_force_sum_reduction_for_comms(args.device == "cpu")
     # FSDP-3: allocate the shards, then fill them with rank 0's weights
     model.to_empty(device=device)
@@ -127,9 +127,9 @@ def train(args):
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(reduction="sum")  # it leaves out labels of -100
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr)
     steps = args.epochs * len(train_loader)
-    # taken at the middle of a step, so that no step has a rate of 0
+    # taken in the middle of a step, so that no step has a rate of 0
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_then_decay((step + 0.5) / steps)
     )
@@ -156,7 +156,7 @@ def train(args):
                 # FSDP-2: each rank gets its shards of the mean gradient: undo the mean
                 (loss * world_size / tokens.clamp(min=1)).backward()
                 total += loss.detach()
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)  # on all ranks
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # a collective
             optimizer.step()
             scheduler.step()
             dist.all_reduce(total)  # DDP-5: the sum over all ranks
