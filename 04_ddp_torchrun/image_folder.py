@@ -39,7 +39,7 @@ def parse_args():
     add("--workers", type=int, default=4, help="per process: %(default)s")
     add("--data-dir", type=Path, required=True, help="has train/CLASS and val/CLASS")
     add("--size", type=int, default=224, help="pixels: %(default)s")
-    add("--weights", help="a file, or DEFAULT: ImageNet's; default: random")
+    add("--weights", help="file, or DEFAULT: ImageNet's; without last layer")
     add("--output", type=Path, default="resnet18.pt", help="weights: %(default)s")
     add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     add("--amp", action="store_true", help="mixed precision: bfloat16")

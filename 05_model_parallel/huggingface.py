@@ -96,7 +96,7 @@ def train(args):
     policy = MixedPrecisionPolicy()  # float32
     if args.amp:  # instead of autocast; shards and sums stay in float32
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-    # FSDP-2: all decoder layers of transformers are of this class
+    # FSDP-2: nearly all decoder layers of transformers are of this class
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     # a layer is whole only while it computes; model, the last, has all other layers
     for module in (*layers, model):
@@ -193,7 +193,8 @@ def load_rows(path, tokenizer, length, rank, local_rank):
         folders = [None] * dist.get_world_size()
         dist.all_gather_object(folders, folder)  # waits for the file
         rows = torch.load(f"{folders[rank - local_rank]}/rows.pt", mmap=True)
-        dist.barrier()  # all have opened it before it is deleted
+        # all have opened it before it is deleted, and all machines have one text
+        check_equal(rows=rows.shape, text=rows.sum().item())
     return rows
 
 
