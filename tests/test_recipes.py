@@ -65,7 +65,7 @@ def printed(script, ranks, options="", **environment):
     return re.findall(r"loss (\S+)  (?:accuracy|recall@1) (\S+)", result.output)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_contrastive_computes_what_one_process_does(ranks, tmp_path, float64):
     """Its loss is that of one matrix of all pairs of a step."""
     path = "04_ddp_torchrun/contrastive.py"
@@ -87,7 +87,7 @@ def test_contrastive_computes_what_one_process_does(ranks, tmp_path, float64):
     assert distance(project / "contrastive.pt", model.state_dict()) < 1e-9
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_image_folder_computes_what_one_process_does(
     ranks, tmp_path, float64, monkeypatch
 ):
