@@ -64,7 +64,7 @@ def pair(old, new):
 
 
 def marks_of(rows, new):
-    """The added lines of each mark. A block goes on after one line that is not new."""
+    """The added lines of each mark. A block continues after one old line."""
     found, mark, last = {}, None, -9
     for n in [row.new for row in rows if not row.equal and row.new is not None]:
         mark = new.marks[n] or (mark if n <= last + 2 else None)

@@ -72,6 +72,12 @@ class Result:
         return [line.groupdict() for line in EPOCH.finditer(self.output)]
 
 
+def lines(*results):
+    """The printed lines about saves and epochs, without the time."""
+    output = "".join(result.output for result in results)
+    return re.findall(r"^epoch .*?(?=  \d+\.\d s|$)", output, re.M)
+
+
 class Running:
     """A command that runs in a folder, with all processes that it starts."""
 

@@ -27,6 +27,8 @@ def checkpoints(tmp_path):
 def test_killed_and_stopped_while_it_saves(start, tmp_path):
     """The run resumes from the newest complete checkpoint, bit for bit."""
     start("--save-every=99", cwd=tmp_path / "whole")
+    start("--save-every=1", READ="0 20 9", code=1)  # in the very first save
+    assert checkpoints(tmp_path) == [False]
     start("--save-every=1", READ="0 80 9", code=1)
     assert checkpoints(tmp_path) == [True, True, False]
     stopped = start("--save-every=1", READ="1 40 15", code=1)

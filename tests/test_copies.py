@@ -14,6 +14,7 @@ from helpers import (
     distance,
     edit,
     equal,
+    lines,
     load,
     module,
     run,
@@ -23,8 +24,6 @@ from helpers import (
     without_batch_norm,
 )
 
-# the line of an epoch or of a save, without its time
-EPOCH = r"^epoch .*?(?=  \d+\.\d s|$)"
 # a single write, so that the lines of two ranks do not mix
 SHOW = """optimizer.zero_grad()
             print(f"got {images[:, 0, 0, 0].tolist()}\\n", end="", flush=True)"""
@@ -44,19 +43,19 @@ def patched(folder, script, *patches):
 def test_small(patches, tmp_path):
     """On one process, and with the patch on two: the accuracy of the whole test set."""
     project = patched(tmp_path, "tests/copies/small.py", *patches)
-    lines = train("small.py", len(patches) + 1, cwd=project).output
+    output = train("small.py", len(patches) + 1, cwd=project).output
     a, b, c, d = load(project / "model.pt").values()
     torch.manual_seed(0)
     points = torch.randn(1000, 2)[700:]
     found = ((points @ a.T + b).relu() @ c.T + d).argmax(1)
     accuracy = sum(found == (points.norm(dim=1) < 1)) / 300
-    assert f"4  accuracy {accuracy:.4f}" in lines
+    assert f"4  accuracy {accuracy:.4f}" in output
 
 
 def printed_and_drawn(result, folder):
     """The lines of own.py, and its picture."""
-    lines = re.findall("^(?:seed|step|epoch) .*", result.output, re.M)
-    return [*lines, (folder / "best.txt").read_text()]
+    found = re.findall("^(?:seed|step|epoch) .*", result.output, re.M)
+    return [*found, (folder / "best.txt").read_text()]
 
 
 def test_own_ddp_computes_what_one_process_does(tmp_path):
@@ -117,7 +116,7 @@ def on_one_and_two(folder, script, one, two, change=("", "")):
     They print and save the same. Returns the images that each step of the two has got,
     by their first pixels. In the folder `2` is what they have written.
     """
-    lines = []
+    printed = []
     for ranks, (patches, *options) in enumerate((one, two), start=1):
         project = patched(folder / f"{ranks}", script, *patches)
         without_batch_norm(project)
@@ -125,8 +124,8 @@ def on_one_and_two(folder, script, one, two, change=("", "")):
         edit(project / "train.py", "optimizer.zero_grad()", SHOW)
         options = ["--epochs=2", "--seed", SEED, "--batch-size", *options]
         result = train(project / "train.py", ranks, *options, cwd=folder / f"{ranks}")
-        lines.append(re.findall(EPOCH, result.output, re.M))
-    assert len(lines[0]) >= 2 and lines[0] == lines[1]
+        printed.append(lines(result))
+    assert len(printed[0]) >= 2 and printed[0] == printed[1]
     assert distance(folder / "1/mnist.pt", folder / "2/mnist.pt") < 1e-10
     found = re.findall("^got (.*)", result.output, re.M)
     return [pixel for pixels in found for pixel in json.loads(pixels)]
@@ -152,8 +151,8 @@ def test_one_global_batch_and_predictions(tmp_path, monkeypatch, float64):
     model = module(tmp_path / "2/a project/common/model.py").ConvNet().eval()
     model.load_state_dict(load(tmp_path / "2/mnist.pt"))
     predicted = model(data(tmp_path)[1].tensors[0]).argmax(1)
-    lines = (tmp_path / "2/predictions.txt").read_text().splitlines()
-    assert lines == [f"{each}" for each in predicted.tolist()]
+    written = (tmp_path / "2/predictions.txt").read_text().splitlines()
+    assert written == [f"{each}" for each in predicted.tolist()]
 
 
 def test_weighted_sampling(tmp_path, monkeypatch, float64):
@@ -185,7 +184,7 @@ def test_a_stream(tmp_path, monkeypatch, float64):
 
 
 def test_state_of_each_rank(tmp_path):
-    """A killed run goes on with the noise of each rank, and on as many ranks only."""
+    """A killed run resumes with the noise of each rank, and only on as many ranks."""
     script = "06_checkpointing/train.py"
     script = patched(tmp_path, script, "add_per_rank_state.patch") / "train.py"
     killed, whole = tmp_path / "killed", tmp_path / "whole"

@@ -12,7 +12,7 @@ import threading
 
 import pytest
 import torch
-from helpers import ROOT, Running, copy_project, fewer_digits, free_port
+from helpers import ROOT, Running, copy_project, fewer_digits, free_port, module
 
 from common import data
 from common.data import load_mnist
@@ -20,13 +20,8 @@ from common.data import load_mnist
 
 def torchvision_mnist():
     """Its class, even if torchvision was built for another build of torch."""
-    try:
-        return importlib.import_module("torchvision.datasets").MNIST
-    except RuntimeError:  # its C++ extension did not load
-        for name in ("nms", "qnms"):
-            arguments = "(Tensor a, Tensor b, float c) -> Tensor"
-            torch.library.define(f"torchvision::{name}", arguments)
-        return importlib.import_module("torchvision.datasets").MNIST
+    module(ROOT / "tests/small/sitecustomize.py")
+    return importlib.import_module("torchvision.datasets").MNIST
 
 
 def test_mnist_is_downloaded_and_loaded(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from helpers import (
     distance,
     each_row,
     equal,
+    lines,
     load,
     module,
     train,
@@ -62,12 +63,6 @@ def start(project, tmp_path):
         return train(project / f"{name}.py", ranks, *options, cwd=cwd, **given)
 
     return start
-
-
-def lines(*results):
-    """The printed lines about saves and epochs, without the time."""
-    output = "".join(result.output for result in results)
-    return re.findall(r"^epoch .*?(?=  \d+\.\d s|$)", output, re.M)
 
 
 def contents(folder):
