@@ -50,7 +50,7 @@ def train(args):
     # 3. Model
     model = dp_model = ConvNet().to(device)
     if args.device == "cuda" and torch.cuda.device_count() > 1:
-        if args.amp:  # DP-1: its threads would use float16 without an error
+        if args.amp:  # DP-1: its threads would silently use float16
             raise ValueError("--amp needs one GPU: set CUDA_VISIBLE_DEVICES=0")
         dp_model = nn.DataParallel(model)  # DP-1: split each batch among the GPUs
     if args.compile:

@@ -69,6 +69,7 @@ def contrastive_loss(pairs):
     """
     left, right = pairs.unbind(1)
     all_left, all_right = AllGather.apply(pairs).unbind(1)
+    # the partner of this rank's first pair is row rank * n of all ranks' rows
     own = dist.get_rank() * len(pairs) + torch.arange(len(pairs), device=pairs.device)
     left_loss = F.cross_entropy(left @ all_right.T, own)
     right_loss = F.cross_entropy(right @ all_left.T, own)
@@ -111,7 +112,7 @@ def train(args):
     args.output.parent.mkdir(parents=True, exist_ok=True)
 
     # 2. Data
-    # DDP-3: one process per machine downloads, and each rank reads its own shard
+    # DDP-3: one process per machine downloads; each rank trains on its own shard
     train_set, test_set = load_mnist(args.data_dir, download=local_rank == 0)
     sampler = DistributedSampler(train_set, seed=args.seed)
     test_sampler = DistributedSampler(test_set, shuffle=False)
@@ -159,7 +160,7 @@ def train(args):
             scheduler.step()
             total[0] += loss.detach() * len(images)
             total[1] += len(images)
-        # DDP-2: raises if weights are NaN or differ, as with a loss of model(x)
+        # DDP-2: raises if weights are NaN or differ: is the loss from model(x)?
         check_same_model(model)
         dist.all_reduce(total)  # DDP-5: the sum over all ranks
         loss = (total[0] / total[1]).item()  # waits for the GPU

@@ -68,7 +68,7 @@ def train(args):
         path.parent.mkdir(parents=True, exist_ok=True)
 
     # 2. Data
-    # DDP-3: one process per machine downloads, and each rank reads its own shard
+    # DDP-3: one process per machine downloads; each rank trains on its own shard
     train_set, test_set = load_mnist(args.data_dir, download=local_rank == 0)
     length = len(train_set)
     test_sampler = DistributedSampler(test_set, shuffle=False)
@@ -143,7 +143,7 @@ def train(args):
             # CKPT-1: on all ranks: every N steps of the epoch, and after its last one
             last = step == len(train_loader)
             if last or done // global_batch % args.save_every == 0:
-                # DDP-2: raises if weights are NaN or differ, as with a loss of model(x)
+                # DDP-2: raises if weights are NaN or differ: is the loss from model(x)?
                 check_same_model(model)
                 dist.all_reduce(total)  # DDP-5: the sum over all ranks
                 if rank == 0:  # DDP-4: the others wait for rank 0 in the next step

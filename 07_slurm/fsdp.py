@@ -83,7 +83,7 @@ def train(args):
         path.parent.mkdir(parents=True, exist_ok=True)
 
     # 2. Data
-    # DDP-3: one process per machine downloads, and each rank reads its own shard
+    # DDP-3: one process per machine downloads; each rank trains on its own shard
     train_set, test_set = load_mnist(args.data_dir, download=local_rank == 0)
     length = len(train_set)
     test_sampler = DistributedSampler(test_set, shuffle=False)

@@ -10,7 +10,7 @@ written() { stat -Lc %Y "$run.ckpt" 2>/dev/null; }
 before=$(written)
 case "$*" in *--check*) echo "set RUN=name instead of --checkpoint" && exit 2 ;; esac
 address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # until torchrun kills; before torch 2.12 always 30
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds until torchrun kills; 30 before torch 2.12
 trap '' TERM # this shell must outlive the signal: it waits for srun
 
 # one torchrun per node; if one fails, all end; each job has a port of its own
