@@ -159,7 +159,6 @@ def test_selftest_prints_nccls_reason(copy, tmp_path):
 
 # script | how two starts end: the rank, its image, the signal
 INTERRUPTIONS = """
-06_checkpointing/train.py | 0 50 9, 1 100 9
 07_slurm/train.py | 0 50 9, 1 40 15
 07_slurm/fsdp.py | 0 50 15, 1 40 9
 """
@@ -199,9 +198,7 @@ def test_sync_bn_computes_what_one_rank_does(tmp_path):
 # script | ranks | GPUs that it needs | options
 WAYS = """
 05_model_parallel/train.py | 1 | | --devices cuda:0,cuda:0
-05_model_parallel/train.py | 1 | 2 |
 05_model_parallel/train.py | 2 | 2 | --devices cuda:0,cuda:0,cuda:1,cuda:1
-05_model_parallel/pipeline.py | 2 | |
 05_model_parallel/pipeline.py | 2 | | --schedule 1f1b
 05_model_parallel/tensor_parallel.py | 2 | |
 05_model_parallel/fsdp.py | 2 | | --amp --recompute

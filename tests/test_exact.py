@@ -115,9 +115,7 @@ WAYS = """
 02_ddp_spawn/train.py | 2 | 12 | --nprocs 2
 03_ddp_multinode_spawn/train.py | 3 | 8 | -n 2 -g 1,2 --master-port PORT -i
 04_ddp_torchrun/train.py | 1 | 24 |
-04_ddp_torchrun/train.py | 2 | 12 |
 04_ddp_torchrun/train.py | 3 | 8 |
-04_ddp_torchrun/train.py | 7 | 4 |
 05_model_parallel/train.py | 2 | 12 | --devices cpu,cpu,cpu,cpu --chunks 5
 05_model_parallel/pipeline.py | 2 | 24 | --chunks 4
 05_model_parallel/pipeline.py | 3 | 24 | --chunks 3 --schedule 1f1b

@@ -90,10 +90,9 @@ def train_alone(folder):
 
 
 WAYS = """
-llama | 1 | --batch-size=3 --accumulate=2
 llama | 3 | --batch-size=2
 tied | 2 | --accumulate=3 --recompute
-gemma | 3 | --accumulate=2
+gemma | 1 | --accumulate=6
 """
 
 

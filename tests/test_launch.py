@@ -67,7 +67,6 @@ WRONG = r"""
 03_ddp_multinode_spawn/train.py | 0 | -n 2 -g 1,1,1 | --nprocs must fit --nodes
 04_ddp_torchrun/train.py | 0 | | KeyError: '(LOCAL_)?RANK'
 04_ddp_torchrun/train.py | 1 | --sync-bn | SyncBatchNorm layers only work with GPU
-05_model_parallel/pipeline.py | 4 | | 4 processes, but only 3 layers
 06_checkpointing/train.py | 1 | --checkpoint /sys/new/a.pt | Error: .*'/sys/new'
 07_slurm/fsdp.py | 1 | --shards 2 | --shards 2 does not divide 1 ranks
 """
