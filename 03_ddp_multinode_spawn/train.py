@@ -50,7 +50,7 @@ def parse_args():
     add("--master-addr", default="127.0.0.1", help="address of node 0")
     add("--master-port", type=int, default=29500, help="free port on node 0")
     args = parser.parse_args()
-    # DDP-0: one number for all nodes, or one for each
+    # DDP-0: one number for all nodes, or one per node
     per_node = [int(number) for number in args.nprocs.split(",")]
     args.per_node = per_node * args.nodes if len(per_node) == 1 else per_node
     if not 0 <= args.node_rank < args.nodes == len(args.per_node):

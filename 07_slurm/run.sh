@@ -13,7 +13,7 @@ address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds until torchrun kills; 30 before torch 2.12
 trap '' TERM # this shell must outlive the signal: it waits for srun
 
-# one torchrun per node; if one fails, all end; each job has a port of its own
+# one torchrun per node; if one fails, all end; the job number gives the port
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun \
   --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="${NPROC:-gpu}" --rdzv-backend=c10d \
   --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$address:$((10000 + SLURM_JOB_ID % 20000))" \

@@ -90,7 +90,7 @@ def test_a_page_shows_each_line_that_changes(old, new, tmp_path):
     ("page", "file"),
     [
         ("README.md", "tests/copies/small_ddp.diff"),
-        ("06_checkpointing/README.md", "tests/copies/own_resume.diff"),
+        ("06_checkpointing/README.md", "tests/copies/small_resume.diff"),
         ("07_slurm/README.md", "07_slurm/run.sh"),
     ],
 )
