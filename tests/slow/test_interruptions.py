@@ -65,10 +65,10 @@ class Run:
 @pytest.mark.parametrize(("script", "call"), [(ALL[0], 3), (ALL[2], 100)])
 def test_killed_while_it_saves(script, call, tmp_path):
     """In this call of torch.save after each start, while a file is partly written."""
-    run = Run(tmp_path, script, "--epochs=2", "--save-every=1")
+    run = Run(tmp_path, script, "--save-every=1")
     settings = {"PET_MAX_RESTARTS": 50, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
     result = run.start(fault=f"killed_in_save:{call}", **settings).finish()
-    assert result.code == 0 and result.output.count("starting at ") > 5, result
+    assert result.code == 0 and result.output.count("starting at ") > 2, result
     run.check()
 
 
@@ -119,11 +119,15 @@ def test_the_ranks_end_with_torchrun(script, tmp_path):
 
 @pytest.mark.parametrize("script", STOPPABLE)
 def test_signals_to_all_processes_at_each_moment(script, tmp_path):
-    """To torchrun, ranks and workers, as from a scheduler; nothing is lost."""
+    """To torchrun, ranks and workers, as from a scheduler; nothing is lost.
+
+    At two of the moments for each script.
+    """
     run = Run(tmp_path, script, "--epochs=4", "--save-every=99", "--workers=2")
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGTERM]
     output = ""
-    for moment, number in zip(MOMENTS, numbers, strict=True):
+    moments = [*zip(MOMENTS, numbers, strict=True)][STOPPABLE.index(script) :: 2]
+    for moment, number in moments:
         running = run.start(fault=f"pause:{moment}")
         paused = tmp_path / "run/paused-0"
         wait_until(paused.exists, running)
@@ -138,7 +142,7 @@ def test_signals_to_all_processes_at_each_moment(script, tmp_path):
     last = run.start().finish()
     assert last.code == 0, last
     stops = re.findall(STOP, output + last.output)
-    assert len(stops) == len(MOMENTS), output
+    assert len(stops) == len(moments), output
     assert all(percent == f"{int(done) / 181:.0%}" for percent, done in stops), output
     run.check()
 
@@ -147,7 +151,6 @@ def test_signals_to_all_processes_at_each_moment(script, tmp_path):
     ("script", "event", "error"),
     [
         (ALL[0], 9, "killed by signal: Killed"),
-        (ALL[1], 0, "this image cannot be read"),
         (ALL[2], 9, "killed by signal: Killed"),
     ],
 )
