@@ -75,16 +75,6 @@ def set_by_the_forward():
     with_a_parameter(0.0, lambda model: model.register_forward_pre_hook(center))
 
 
-def random_rounding():
-    """Each rank rounds the weights up or down, to eight bits, with its own numbers."""
-    after_each_step(lambda data: data.mul_(1 + (torch.rand_like(data) - 0.5) / 128))
-
-
-def rate_of_each_rank():
-    adamw = torch.optim.AdamW
-    torch.optim.AdamW = lambda weights, lr: adamw(weights, lr / (rank + 1))
-
-
 def edit_on_one_rank():
     after_each_step(lambda data: data.add_(rank / 100))
 

@@ -197,20 +197,6 @@ def test_a_stream(tmp_path, monkeypatch, float64):
     assert sorted(got) == sorted(2 * images[:, 0, 0, 0].tolist())
 
 
-def test_state_of_each_rank(tmp_path):
-    """A killed run resumes with the noise of each rank, and only on as many ranks."""
-    script = "06_checkpointing/train.py"
-    script = patched(tmp_path, script, "add_per_rank_state.patch") / "train.py"
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    options = ["--epochs=2", "--save-every=2", "--batch-size=10"]
-    train(script, 2, *options, cwd=whole)
-    train(script, 2, *options, cwd=killed, READ="1 140 9", code=1)
-    other = train(script, 1, *options, cwd=killed, code=1)
-    assert "'ranks': 2}, not {" in other.errors
-    train(script, 2, *options, cwd=killed)
-    assert equal(killed / "mnist.pt", whole / "mnist.pt")
-
-
 def test_a_profile(tmp_path):
     """One file for each rank, which shows three steps and their communication."""
     project = patched(tmp_path, "04_ddp_torchrun/train.py", "add_profiler.patch")

@@ -132,7 +132,6 @@ def test_with_checkpoints_it_resumes_bit_for_bit(folder):
 
 ERRORS = """
 --model=no/folder | no/folder is neither a folder with a config.json
---length=183 | text.txt has 182 tokens: --length 183
 --seed=1 | llama has weights of another architecture: .*q_norm
 """
 

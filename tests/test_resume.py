@@ -220,8 +220,6 @@ DIFFERENT = """
 loss_of_the_plain_model | 06 |
 bfloat16_after_ddp | 04 | --amp
 set_by_the_forward | 06 |
-random_rounding | 04 |
-rate_of_each_rank | 06 |
 edit_on_one_rank | 04 |
 nothing | 06 | --lr=1e30
 """

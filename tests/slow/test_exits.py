@@ -14,9 +14,11 @@ def test_a_signal_ends_a_job(ctrl_c, tmp_path):
     jobs = {}
     for folder in FOLDERS[1 + ctrl_c : 7 : 2]:
         command = torchrun("train.py", 2) if folder > "07" else ["bash", "run.sh"]
+        project = copy_project(tmp_path / folder, folder, small="data")
+        (project / "slow").write_text("0.01")  # so that they do not use the CPU
         jobs[folder] = Running(
             ["env", f"--{way}-signal=INT", *command, "--epochs=99999"],
-            copy_project(tmp_path / folder, folder, small="data"),
+            project,
             SCRIPT="pipeline.py",  # of 05
             MASTER_PORT=free_port(),
             OMP_NUM_THREADS=1,
