@@ -81,7 +81,7 @@ def train(local_rank, args):  # DDP-0: in each process
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    global_batch = args.batch_size * world_size  # DDP-3: images per step of all ranks
+    global_batch = args.batch_size * world_size  # DDP-3: images of all ranks per step
     # square-root scaling of the learning rate, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr)

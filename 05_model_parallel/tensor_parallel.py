@@ -58,7 +58,7 @@ class Mlp(nn.Module):
         return self.down(self.up(images.flatten(1)).relu())
 
 
-@record  # DDP-1: the last lines that torchrun prints show the first error
+@record  # DDP-1: torchrun's last lines show the first error
 def train(args):
     # 1. Setup
     # DDP-1: torchrun sets LOCAL_RANK, the number of the GPU on this machine

@@ -70,7 +70,7 @@ class SplitConvNet(ConvNet):
         return torch.cat(logits)
 
 
-@record  # DDP-1: the last lines that torchrun prints show the first error
+@record  # DDP-1: torchrun's last lines show the first error
 def train(args):
     # 1. Setup
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -107,7 +107,7 @@ def train(args):
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    global_batch = args.batch_size * world_size  # DDP-3: images per step of all ranks
+    global_batch = args.batch_size * world_size  # DDP-3: images of all ranks per step
     # square-root scaling of the learning rate, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr)

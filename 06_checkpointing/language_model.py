@@ -93,7 +93,7 @@ def parse_args():
     return parser.parse_args()
 
 
-@record  # DDP-1: the last lines that torchrun prints show the first error
+@record  # DDP-1: torchrun's last lines show the first error
 def train(args):
     # 1. Setup
     # DDP-1: torchrun sets LOCAL_RANK, the number of the GPU on this machine
@@ -135,7 +135,7 @@ def train(args):
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(reduction="none")  # 0 where the label is -100
-    # DDP-7: sequences per step of all ranks
+    # DDP-7: sequences of all ranks per step
     global_batch = args.batch_size * args.accumulate * world_size
     # square-root scaling of the learning rate, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5

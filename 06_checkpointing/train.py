@@ -49,7 +49,7 @@ def parse_args():
     return parser.parse_args()
 
 
-@record  # DDP-1: the last lines that torchrun prints show the first error
+@record  # DDP-1: torchrun's last lines show the first error
 def train(args):
     # 1. Setup
     # DDP-1: torchrun sets LOCAL_RANK, the number of the GPU on this machine
@@ -86,7 +86,7 @@ def train(args):
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    global_batch = args.batch_size * world_size  # DDP-3: images per step of all ranks
+    global_batch = args.batch_size * world_size  # DDP-3: images of all ranks per step
     # square-root scaling of the learning rate, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr)

@@ -3,14 +3,14 @@
 #SBATCH --job-name=mnist --output=%x-%j.log --open-mode=append # one log, also when requeued
 #SBATCH --nodes=2 --gpus-per-node=4 --cpus-per-task=32 --time=01:00:00 # EDIT
 #SBATCH --ntasks-per-node=1 # torchrun starts one process per GPU
-#SBATCH --requeue --signal=TERM@120 # seconds before the limit: for a step, an evaluation, a save
+#SBATCH --requeue --signal=TERM@120 # TERM 120 s before the limit: time to save
 # module load python; . .venv/bin/activate # EDIT, and delete the first #
 run=${RUN:-mnist-$SLURM_JOB_ID} # names the files: a requeued job keeps its ID
 written() { stat -Lc %Y "$run.ckpt" 2>/dev/null; }
 before=$(written)
 case "$*" in *--check*) echo "set RUN=name instead of --checkpoint" && exit 2 ;; esac
 address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds until torchrun kills; 30 before torch 2.12
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds until torchrun kills (torch 2.11 or older: 30)
 trap '' TERM # this shell must outlive the signal: it waits for srun
 
 # one torchrun per node; if one fails, all end; the job number gives the port

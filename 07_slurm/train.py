@@ -51,7 +51,7 @@ def parse_args():
     return parser.parse_args()
 
 
-@record  # DDP-1: the last lines that torchrun prints show the first error
+@record  # DDP-1: torchrun's last lines show the first error
 def train(args):
     # 1. Setup
     # SLURM-1: `srun python` without torchrun: export MASTER_ADDR and MASTER_PORT first
@@ -93,7 +93,7 @@ def train(args):
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    global_batch = args.batch_size * world_size  # DDP-3: images per step of all ranks
+    global_batch = args.batch_size * world_size  # DDP-3: images of all ranks per step
     # square-root scaling of the learning rate, for Adam: arXiv:2205.10287
     lr = args.lr * (global_batch / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), lr)

@@ -55,7 +55,11 @@ class VisionTransformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention with 4 heads and an MLP: [N, patches, width] to the same shape."""
+    """Self-attention with 4 heads and an MLP: [N, patches, width] to the same shape.
+
+    Each patch sees all patches. A language model needs is_causal=True, or it sees what
+    it must predict.
+    """
 
     def __init__(self, width):
         super().__init__()

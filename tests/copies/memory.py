@@ -42,7 +42,8 @@ class Model(nn.Module):  # 1. your model, with a list of blocks
         return self.head(self.norm(x)).float()
 
 
-def loss_of(model):  # 2. one rank's batch, and the loss
+# 2. one rank's batch, here one sequence, and the loss; call the model only once
+def loss_of(model):
     text = torch.zeros(1, TOKENS + 1, dtype=torch.int64)
     logits = model(text[:, :-1])
     return nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
