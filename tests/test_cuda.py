@@ -86,7 +86,6 @@ LAUNCHES = """
 01_dataparallel | 1 | --amp
 01_dataparallel | 2 |
 02_ddp_spawn | |
-03_ddp_multinode_spawn | | --amp
 04_ddp_torchrun | | --amp --sync-bn
 05_model_parallel | 4 |
 06_checkpointing | | --amp
@@ -199,12 +198,10 @@ def test_sync_bn_computes_what_one_rank_does(tmp_path):
 
 # script | ranks | GPUs that it needs | options
 WAYS = """
-05_model_parallel/train.py | 1 | | --devices cuda:0,cuda:0
 05_model_parallel/train.py | 2 | 2 | --devices cuda:0,cuda:0,cuda:1,cuda:1
 05_model_parallel/pipeline.py | 2 | | --schedule 1f1b
 05_model_parallel/tensor_parallel.py | 2 | |
-05_model_parallel/fsdp.py | 2 | | --amp --recompute
-07_slurm/fsdp.py | 2 | | --shards 1
+07_slurm/fsdp.py | 2 | | --shards 1 --amp --recompute
 """
 
 

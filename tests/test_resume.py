@@ -76,10 +76,9 @@ STOPS = ["99 1 5 15", "2 0 20 9", "2 1 70 2"]
 @pytest.mark.parametrize(
     ("name", "ranks", "options", "interruptions"),
     [
-        pytest.param("06", 1, [], ["2 0 200 9"], marks=pytest.mark.slow),
         ("06", 2, ["--amp"], ["2 0 110 9"]),
         ("07", 2, [], STOPS[::2]),
-        ("fsdp", 2, ["--amp", "--recompute"], STOPS),
+        ("fsdp", 2, ["--amp", "--recompute"], STOPS[1:]),
     ],
 )
 def test_interrupted_and_resumed_bit_for_bit(
@@ -186,7 +185,6 @@ def test_fsdp_rejects_another_checkpoint_nan_and_a_disk_that_is_not_shared(
     ("name", "text"),
     [
         ("late.pt", "starting at {'epoch': 2, 'done': 64} on 2 ranks"),
-        ("never.pt", "TimeoutError: 1 ranks do not see checkpoint.pt"),
     ],
 )
 def test_06_a_checkpoint_that_a_rank_sees_late_or_never(name, text, start, begun):

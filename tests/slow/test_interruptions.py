@@ -1,4 +1,4 @@
-"""06, 07 and 07/fsdp.py: interrupted, a run resumes as if nothing had happened."""
+"""06 and 07/fsdp.py: interrupted, a run resumes as if nothing had happened."""
 
 import contextlib
 import os
@@ -6,7 +6,6 @@ import re
 import signal
 import time
 
-import pytest
 from helpers import (
     Running,
     copy_project,
@@ -20,8 +19,7 @@ from helpers import (
     wait_until,
 )
 
-STOPPABLE = ["07_slurm/train.py", "07_slurm/fsdp.py"]
-ALL = ["06_checkpointing/train.py", *STOPPABLE]
+TRAIN, FSDP = "06_checkpointing/train.py", "07_slurm/fsdp.py"
 # after calling these, a rank waits for a signal: the start of a worker, a step, ...
 MOMENTS = [
     "multiprocessing.process.BaseProcess.start",
@@ -62,19 +60,18 @@ class Run:
         assert equal(self.folder / "run/mnist.pt", whole / "mnist.pt")
 
 
-@pytest.mark.parametrize(("script", "call"), [(ALL[0], 3), (ALL[2], 100)])
-def test_killed_while_it_saves(script, call, tmp_path):
-    """In this call of torch.save after each start, while a file is partly written."""
-    run = Run(tmp_path, script, "--save-every=1")
+def test_killed_while_it_saves(tmp_path):
+    """06, in the third torch.save after each start: a file is partly written."""
+    run = Run(tmp_path, TRAIN, "--save-every=1")
     settings = {"PET_MAX_RESTARTS": 50, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
-    result = run.start(fault=f"killed_in_save:{call}", **settings).finish()
+    result = run.start(fault="killed_in_save:3", **settings).finish()
     assert result.code == 0 and result.output.count("starting at ") > 2, result
     run.check()
 
 
 def test_06_run_sh_restarts_killed_ranks(tmp_path):
     """Three times: whenever rank 1 has read 350 of its 1150 images."""
-    run = Run(tmp_path, ALL[0], "--epochs=10")
+    run = Run(tmp_path, TRAIN, "--epochs=10")
     result = run.run_sh(READ="1 350 9").finish()
     assert result.code == 0 and result.output.count("starting at ") == 4, result
     run.check()
@@ -82,7 +79,7 @@ def test_06_run_sh_restarts_killed_ranks(tmp_path):
 
 def test_06_training_continues_on_one_node_when_the_other_one_leaves(tmp_path):
     """The other torchrun is killed; the first node trains to the end, with code 0."""
-    run = Run(tmp_path, ALL[0], "--epochs=20")
+    run = Run(tmp_path, TRAIN, "--epochs=20")
     slow = tmp_path / "run/slow"
     slow.parent.mkdir()
     slow.write_text("0.02")
@@ -100,10 +97,9 @@ def test_06_training_continues_on_one_node_when_the_other_one_leaves(tmp_path):
     assert (left.output + stayed.output).count("'done': 0}") == 1, stayed  # resumed
 
 
-@pytest.mark.parametrize("script", ALL[::2])
-def test_the_ranks_end_with_torchrun(script, tmp_path):
+def test_the_ranks_end_with_torchrun(tmp_path):
     """At once, even if it is killed: else the same command would train beside them."""
-    run = Run(tmp_path, script, "--epochs=10")
+    run = Run(tmp_path, TRAIN, "--epochs=10")
     (tmp_path / "run").mkdir()
     slow = tmp_path / "run/slow"
     slow.write_text("0.02")
@@ -117,17 +113,12 @@ def test_the_ranks_end_with_torchrun(script, tmp_path):
     run.check()
 
 
-@pytest.mark.parametrize("script", STOPPABLE)
-def test_signals_to_all_processes_at_each_moment(script, tmp_path):
-    """To torchrun, ranks and workers, as from a scheduler; nothing is lost.
-
-    At two of the moments for each script.
-    """
-    run = Run(tmp_path, script, "--epochs=4", "--save-every=99", "--workers=2")
+def test_signals_to_all_processes_at_each_moment(tmp_path):
+    """To torchrun, ranks and workers, as from a scheduler; nothing is lost."""
+    run = Run(tmp_path, FSDP, "--epochs=4", "--save-every=99", "--workers=2")
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGTERM]
     output = ""
-    moments = [*zip(MOMENTS, numbers, strict=True)][STOPPABLE.index(script) :: 2]
-    for moment, number in moments:
+    for moment, number in zip(MOMENTS, numbers, strict=True):
         running = run.start(fault=f"pause:{moment}")
         paused = tmp_path / "run/paused-0"
         wait_until(paused.exists, running)
@@ -142,14 +133,14 @@ def test_signals_to_all_processes_at_each_moment(script, tmp_path):
     last = run.start().finish()
     assert last.code == 0, last
     stops = re.findall(STOP, output + last.output)
-    assert len(stops) == len(moments), output
+    assert len(stops) == len(MOMENTS), output
     assert all(percent == f"{int(done) / 181:.0%}" for percent, done in stops), output
     run.check()
 
 
 def test_a_worker_is_killed(tmp_path):
     """All ranks end within seconds and leave no process; the run can be resumed."""
-    run = Run(tmp_path, ALL[2], "--epochs=2", "--workers=2")
+    run = Run(tmp_path, FSDP, "--epochs=2", "--workers=2")
     image = order_of(1, 181, 2, seed=0)[150]
     failed = run.start(IMAGE=f"{image} 9").finish(120)
     assert failed.code == 1 and "killed by signal: Killed" in failed.errors, failed
