@@ -126,7 +126,7 @@ def train(local_rank, args):  # DDP-0: in each process
             scheduler.step()
             total[0] += loss.detach() * len(labels)
             total[1] += len(labels)
-        # DDP-2: raises if weights are NaN or differ: is the loss from model(x)?
+        # DDP-2: raises if weights are NaN or differ, as with a loss of model(x)
         check_same_model(model)
         dist.all_reduce(total)  # DDP-5: the sum over all ranks
         loss = (total[0] / total[1]).item()  # waits for the GPU
@@ -160,7 +160,7 @@ def evaluate(model, batches, length, device):
 
 
 def run(local_rank, args):  # DDP-0: what spawn() calls in each process
-    # Linux kills this process if the script dies (PR_SET_PDEATHSIG)
+    # if the script dies (1), Linux kills this process (9)
     ctypes.CDLL(None).prctl(1, 9)
     train(local_rank, args)
     dist.destroy_process_group()  # DDP-1: after train() has released the model

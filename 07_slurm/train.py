@@ -153,7 +153,7 @@ def train(args):
             last = step == len(train_loader)
             stop = stops.vote()  # STOP-1: all ranks stop together, or some would hang
             if stop or last or done // global_batch % args.save_every == 0:
-                # DDP-2: raises if weights are NaN or differ: is the loss from model(x)?
+                # DDP-2: raises if weights are NaN or differ, as with a loss of model(x)
                 check_same_model(model)
                 dist.all_reduce(total)  # DDP-5: the sum over all ranks
                 if rank == 0:  # DDP-4: the others wait for rank 0 in the next step

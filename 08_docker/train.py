@@ -143,7 +143,7 @@ def train(args):
             # CKPT-1: on all ranks: every N steps of the epoch, and after its last one
             last = step == len(train_loader)
             if last or done // global_batch % args.save_every == 0:
-                # DDP-2: raises if weights are NaN or differ: is the loss from model(x)?
+                # DDP-2: raises if weights are NaN or differ, as with a loss of model(x)
                 check_same_model(model)
                 dist.all_reduce(total)  # DDP-5: the sum over all ranks
                 if rank == 0:  # DDP-4: the others wait for rank 0 in the next step
