@@ -120,7 +120,7 @@ WAYS = """
 05_model_parallel/pipeline.py | 2 | 24 | --chunks 4
 05_model_parallel/pipeline.py | 3 | 24 | --chunks 3 --schedule 1f1b
 05_model_parallel/tensor_parallel.py | 2 | 24 |
-05_model_parallel/fsdp.py | 1 | 16 | --width 16 --depth 2 --recompute
+05_model_parallel/fsdp.py | 2 | 8 | --width 16 --depth 2 --recompute
 06_checkpointing/train.py | 2 | 12 |
 07_slurm/fsdp.py | 4 | 4 | --width 16 --depth 2 --shards 2
 """

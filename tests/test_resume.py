@@ -70,13 +70,13 @@ def contents(folder):
 
 
 # --save-every of each start, and READ: which rank gets a signal, at which image
-STOPS = ["99 1 5 15", "2 0 20 9", "2 1 70 2"]
+STOPS = ["99 1 5 15", "2 0 60 9", "2 1 70 2"]
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "options", "interruptions"),
     [
-        ("06", 2, ["--amp"], ["2 0 110 9"]),
+        ("06", 2, ["--amp"], STOPS[1:2]),
         ("07", 2, [], STOPS[::2]),
         ("fsdp", 2, ["--amp", "--recompute"], STOPS[1:]),
     ],
@@ -181,18 +181,12 @@ def test_fsdp_rejects_another_checkpoint_nan_and_a_disk_that_is_not_shared(
     assert "TimeoutError: 1 ranks do not see checkpoint/epoch-" in own.errors, own
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("late.pt", "starting at {'epoch': 2, 'done': 64} on 2 ranks"),
-    ],
-)
-def test_06_a_checkpoint_that_a_rank_sees_late_or_never(name, text, start, begun):
-    for rank, file in enumerate(("checkpoint.pt", name)):
+def test_06_a_checkpoint_that_a_rank_sees_late(start, begun):
+    for rank, file in enumerate(("checkpoint.pt", "late.pt")):
         (begun / str(rank)).mkdir()
         shutil.copy(begun / "checkpoint.pt", begun / str(rank) / file)
-    given = {"fault": "own_folders", "code": int(name == "never.pt")}
-    assert text in repr(start("06", 2, "--epochs=2", cwd=begun, **given))
+    result = start("06", 2, "--epochs=2", cwd=begun, fault="own_folders")
+    assert "starting at {'epoch': 2, 'done': 64} on 2 ranks" in result.output
 
 
 def test_06_a_save_that_fails_keeps_the_checkpoint(start, begun):

@@ -50,7 +50,9 @@ LINE = r"^epoch 1/1  .*accuracy (0\.[1-9]\d{3})  \d+\.\d s  \d+ images/s$"
 def copy(tmp_path_factory):
     """A copy with a tenth of the digits, in a folder with a space in its name."""
     copy = tmp_path_factory.mktemp("smoke") / "a copy"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "data", "*.pt"))
+    shutil.copytree(
+        ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "data", "*.pt")
+    )
     data = copy / "common/data.py"
     data.write_text(data.read_text().replace("[:1438", "[:140"))
     return copy

@@ -13,7 +13,6 @@ TORCHRUN = "torchrun --nnodes=2 --nproc-per-node=$NPROC "
 STATIC = (
     f"{TORCHRUN} --node-rank=$NODE_RANK --master-addr=h0 --master-port=$MASTER_PORT "
 )
-C10D = f"{TORCHRUN} --rdzv-backend=c10d --rdzv-endpoint=$MASTER_ADDR:$MASTER_PORT "
 SELFTEST = "../04/selftest.py"
 
 
@@ -61,7 +60,7 @@ def test_three_processes_train_as_on_one_machine(hosts, project):
 def test_selftest(hosts, project):
     """It names the hosts, even that of a rank that cannot connect to 127.0.1.1."""
     interface = {"names": DEBIAN, "GLOO_SOCKET_IFNAME": "eth0"}
-    job = Job(hosts, project, C10D + SELFTEST, **interface)
+    job = Job(hosts, project, STATIC + SELFTEST, **interface)
     printed = job.finish()
     ok = "^OK: all checks passed on 3 ranks on (h0, h1|h1, h0)$"
     assert re.search(ok, printed, re.M), printed

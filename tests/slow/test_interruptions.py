@@ -144,5 +144,6 @@ def test_a_worker_is_killed(tmp_path):
     image = order_of(1, 181, 2, seed=0)[150]
     failed = run.start(IMAGE=f"{image} 9").finish(120)
     assert failed.code == 1 and "killed by signal: Killed" in failed.errors, failed
-    assert run.start().finish().code == 0
+    resumed = run.start().finish()
+    assert resumed.code == 0 and "'done': 0}" not in resumed.output, resumed
     run.check()
