@@ -77,14 +77,14 @@ def train(args):
     whole = VisionTransformer(args.width, args.depth) if rank == 0 else None
     with torch.device("meta"):
         model = VisionTransformer(args.width, args.depth, args.recompute)
-    # FSDP-2: each rank has a shard of each weight, gradient and moment: none to compare
-    mesh = init_device_mesh(args.device, (world_size,))  # all ranks in one row
+    # FSDP-2: each rank has a shard of each tensor, so check_same_model has no use
+    mesh = init_device_mesh(args.device, (world_size,))  # one model, on all ranks
     policy = MixedPrecisionPolicy()  # float32
     if args.amp:  # instead of autocast; shards and sums stay in float32
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     # a block is whole only while it computes; model comes last, with all other layers
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)  # all ranks must call model()
+        fully_shard(module, mesh=mesh, mp_policy=policy)  # model() is a collective
         # otherwise torch 2.8 takes the sum of the gradients for their mean on the CPU
         module.set_force_sum_reduction_for_comms(args.device == "cpu")
     # FSDP-3: allocate the shards, then fill them with rank 0's weights
@@ -96,7 +96,7 @@ def train(args):
         full_state_dict=True, broadcast_from_rank0=True
     )
     dcp_state.set_model_state_dict(model, weights, options=from_rank0)
-    for name, buffer in model.named_buffers():  # state_dict() may lack some
+    for name, buffer in model.named_buffers():  # to_empty() left some undefined
         if rank == 0:
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, src=0)
@@ -129,7 +129,7 @@ def train(args):
             optimizer.zero_grad()
             loss = criterion(model(images).float(), labels)  # as autocast does
             loss.backward()  # FSDP-2: each rank gets its shards of the mean gradient
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # a collective
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # over all ranks' shards
             optimizer.step()
             scheduler.step()
             total[0] += loss.detach() * len(labels)

@@ -91,8 +91,8 @@ def train(args):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if args.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    # FSDP-2: each rank has a shard of each weight, gradient and moment: none to compare
-    mesh = init_device_mesh(args.device, (world_size,))  # all ranks in one row
+    # FSDP-2: each rank has a shard of each tensor, so check_same_model has no use
+    mesh = init_device_mesh(args.device, (world_size,))  # one model, on all ranks
     policy = MixedPrecisionPolicy()  # float32
     if args.amp:  # instead of autocast; shards and sums stay in float32
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
@@ -100,7 +100,7 @@ def train(args):
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     # a layer is whole only while it computes; model, the last, has all other layers
     for module in (*layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)  # all ranks must call model()
+        fully_shard(module, mesh=mesh, mp_policy=policy)  # model() is a collective
         # otherwise torch 2.8 takes the sum of the gradients for their mean on the CPU
         module.set_force_sum_reduction_for_comms(args.device == "cpu")
     # FSDP-3: allocate the shards, then fill them with rank 0's weights
@@ -156,7 +156,7 @@ def train(args):
                 # FSDP-2: each rank gets its shards of the mean gradient: undo the mean
                 (loss * world_size / tokens.clamp(min=1)).backward()
                 total += loss.detach()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # a collective
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # over all ranks' shards
             optimizer.step()
             scheduler.step()
             dist.all_reduce(total)  # DDP-5: the sum over all ranks

@@ -96,7 +96,7 @@ def train(args):
     with torch.device("meta"):
         model = VisionTransformer(args.width, args.depth, args.recompute)
     # FSDP-2: one copy of the model, or several as with DDP, each on --shards neighbours
-    mesh = init_device_mesh(args.device, (world_size,))  # all ranks in one row
+    mesh = init_device_mesh(args.device, (world_size,))  # one model, on all ranks
     if args.shards:
         size = (world_size // args.shards, args.shards)
         mesh = init_device_mesh(args.device, size, mesh_dim_names=("copy", "shard"))
@@ -105,7 +105,7 @@ def train(args):
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     # a block is whole only while it computes; model comes last, with all other layers
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)  # all ranks must call model()
+        fully_shard(module, mesh=mesh, mp_policy=policy)  # model() is a collective
         # otherwise torch 2.8 takes the sum of the gradients for their mean on the CPU
         module.set_force_sum_reduction_for_comms(args.device == "cpu")
     # FSDP-3: allocate the shards, then fill them with rank 0's weights
@@ -117,7 +117,7 @@ def train(args):
         full_state_dict=True, broadcast_from_rank0=True
     )
     dcp_state.set_model_state_dict(model, weights, options=from_rank0)
-    for name, buffer in model.named_buffers():  # state_dict() may lack some
+    for name, buffer in model.named_buffers():  # to_empty() left some undefined
         if rank == 0:
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, src=0)
@@ -134,9 +134,9 @@ def train(args):
     peaks = [group["lr"] for group in optimizer.param_groups]
     # CKPT-1: saved besides the model and the optimizer
     progress = {"epoch": 1, "done": 0}  # done: images of this epoch, over all ranks
-    # CKPT-3: must match when a run resumes; ranks, batch size and epochs may change
+    # CKPT-3: they fix the order and the rate; ranks, batch size, epochs may change
     must_match = {"length": length, "seed": args.seed, "lr": args.lr}
-    must_match["tensors"] = len(model.state_dict())  # or DCP loads only a part
+    must_match["tensors"] = len(model.state_dict())  # or DCP skips what is new
     load_newest(args.checkpoint, model, optimizer, progress, must_match)
     check_equal(length=length, **progress)  # CKPT-3: the same data and checkpoint
     if progress["epoch"] > args.epochs:
@@ -144,9 +144,9 @@ def train(args):
     if rank == 0:  # DDP-4: log on rank 0 only
         print(f"starting at {progress} on {world_size} ranks", flush=True)
 
-    def seed_step():  # CKPT-4: a run resumed on as many ranks draws the same noise
+    def seed_step():  # CKPT-4: the same noise on as many ranks, without workers
         seen = (progress["epoch"] - 1) * length + progress["done"]
-        torch.manual_seed(args.seed + seen * world_size + rank)
+        torch.manual_seed(args.seed + seen * world_size + rank)  # own: step and rank
 
     # 5. Train and evaluate
     stops = StopSignals()  # STOP-1: from here on, a signal only sets a flag
@@ -162,7 +162,7 @@ def train(args):
         # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
         hide = rank > 0 or None
         seed_step()  # CKPT-4: iter() seeds workers, or a resume repeats epoch 1's noise
-        batches = stops.iterate(train_loader)  # STOP-1: its workers ignore signals
+        batches = stops.iterate(train_loader)  # STOP-1: a signal must not end workers
         batches = tqdm(batches, f"epoch {epoch}", leave=False, disable=hide)
         seed_step()  # CKPT-4: again, because iter() has drawn a number
         for step, batch in enumerate(batches, start=1):
@@ -195,7 +195,7 @@ def train(args):
                         f"  loss {total[0] / total[1]:.4f}"
                     )
                 total.zero_()  # CKPT-4: so the next loss is the same after a resume
-            if stop:  # STOP-1: wait for the save: torchrun kills all ranks if one fails
+            if stop:  # STOP-1: wait for rank 0: torchrun kills all ranks if one fails
                 if rank == 0:
                     tqdm.write("stopped: the same command resumes")
                 dist.barrier()
@@ -231,10 +231,10 @@ def evaluate(model, batches, length, device):
     return correct.sum().item() / length
 
 
-def rest_of_epoch(length, seed, done):  # CKPT-4: what this rank has left of an epoch
+def rest_of_epoch(length, seed, done):  # CKPT-4: no sampler of torch starts at `done`
     """Return this rank's share of the indices after the first `done` of the epoch.
 
-    Ranks take turns, so the first `done` are used up. Padding: the epoch's first ones.
+    Ranks take turns: the first `done` are used up. Padded, so all have as many steps.
     """
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -261,7 +261,7 @@ def save_checkpoint(folder, model, optimizer, progress, must_match):
     if dist.get_rank() == 0:
         complete = sorted(file.parent for file in folder.glob("epoch-*/.metadata"))
         for old in folder.glob("epoch-*-done-*"):  # even if a kill left it incomplete
-            if old < complete[-2:][0]:
+            if old < complete[-2:][0]:  # older than the last two complete ones
                 shutil.rmtree(old, ignore_errors=True)
 
 
@@ -272,7 +272,7 @@ def load_newest(folder, model, optimizer, progress, must_match):
     [path] = newest
     if path and wait_for_file(path):
         state = state_of(model, optimizer, progress, dict(must_match))  # a copy
-        dcp.load(state, checkpoint_id=path.parent)  # FSDP-5: overwrites what state has
+        dcp.load(state, checkpoint_id=path.parent)  # FSDP-5: in place, progress too
         if state["must_match"] != must_match:
             raise ValueError(f"{folder} has {state['must_match']}, not {must_match}")
         weights, moments = state["model"], state["optimizer"]

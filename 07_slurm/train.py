@@ -99,12 +99,12 @@ def train(args):
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     # CKPT-4: this start's peaks, because loading overwrites lr, weight_decay, ...
     peaks = [group["lr"] for group in optimizer.param_groups]
-    # CKPT-1: what is saved: objects with a state_dict() (not ddp_model), plain values
+    # CKPT-1: what is saved; the names in ddp_model would begin with "module."
     stateful = {"model": model, "optimizer": optimizer}
     progress = {"epoch": 1, "done": 0}  # done: images of this epoch, over all ranks
-    # CKPT-3: must match when a run resumes; ranks, batch size and epochs may change
+    # CKPT-3: they fix the order and the rate; ranks, batch size, epochs may change
     must_match = {"length": length, "seed": args.seed, "lr": args.lr}
-    if wait_for_file(args.checkpoint):  # CKPT-3: on all ranks, as DDP sent only weights
+    if wait_for_file(args.checkpoint):  # CKPT-3: on all ranks: DDP sends no moments
         load_checkpoint(args.checkpoint, stateful, progress, must_match)
     check_equal(length=length, **progress)  # CKPT-3: the same data and checkpoint
     if progress["epoch"] > args.epochs:
@@ -112,9 +112,9 @@ def train(args):
     if rank == 0:  # DDP-4: log on rank 0 only
         print(f"starting at {progress} on {world_size} ranks", flush=True)
 
-    def seed_step():  # CKPT-4: a run resumed on as many ranks draws the same noise
+    def seed_step():  # CKPT-4: the same noise on as many ranks, without workers
         seen = (progress["epoch"] - 1) * length + progress["done"]
-        torch.manual_seed(args.seed + seen * world_size + rank)
+        torch.manual_seed(args.seed + seen * world_size + rank)  # own: step and rank
 
     # 5. Train and evaluate
     stops = StopSignals()  # STOP-1: from here on, a signal only sets a flag
@@ -130,7 +130,7 @@ def train(args):
         # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
         hide = rank > 0 or None
         seed_step()  # CKPT-4: iter() seeds workers, or a resume repeats epoch 1's noise
-        batches = stops.iterate(train_loader)  # STOP-1: its workers ignore signals
+        batches = stops.iterate(train_loader)  # STOP-1: a signal must not end workers
         batches = tqdm(batches, f"epoch {epoch}", leave=False, disable=hide)
         seed_step()  # CKPT-4: again, because iter() has drawn a number
         for step, batch in enumerate(batches, start=1):
@@ -163,7 +163,7 @@ def train(args):
                         f"  loss {total[0] / total[1]:.4f}"
                     )
                 total.zero_()  # CKPT-4: so the next loss is the same after a resume
-            if stop:  # STOP-1: wait for the save: torchrun kills all ranks if one fails
+            if stop:  # STOP-1: wait for rank 0: torchrun kills all ranks if one fails
                 if rank == 0:
                     tqdm.write("stopped: the same command resumes")
                 dist.barrier()
@@ -197,10 +197,10 @@ def evaluate(model, batches, length, device):
     return correct.sum().item() / length
 
 
-def rest_of_epoch(length, seed, done):  # CKPT-4: what this rank has left of an epoch
+def rest_of_epoch(length, seed, done):  # CKPT-4: no sampler of torch starts at `done`
     """Return this rank's share of the indices after the first `done` of the epoch.
 
-    Ranks take turns, so the first `done` are used up. Padding: the epoch's first ones.
+    Ranks take turns: the first `done` are used up. Padded, so all have as many steps.
     """
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -92,12 +92,12 @@ def train(args):
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     # CKPT-4: this start's peaks, because loading overwrites lr, weight_decay, ...
     peaks = [group["lr"] for group in optimizer.param_groups]
-    # CKPT-1: what is saved: objects with a state_dict() (not ddp_model), plain values
+    # CKPT-1: what is saved; the names in ddp_model would begin with "module."
     stateful = {"model": model, "optimizer": optimizer}
     progress = {"epoch": 1, "done": 0}  # done: images of this epoch, over all ranks
-    # CKPT-3: must match when a run resumes; ranks, batch size and epochs may change
+    # CKPT-3: they fix the order and the rate; ranks, batch size, epochs may change
     must_match = {"length": length, "seed": args.seed, "lr": args.lr}
-    if wait_for_file(args.checkpoint):  # CKPT-3: on all ranks, as DDP sent only weights
+    if wait_for_file(args.checkpoint):  # CKPT-3: on all ranks: DDP sends no moments
         load_checkpoint(args.checkpoint, stateful, progress, must_match)
     check_equal(length=length, **progress)  # CKPT-3: the same data and checkpoint
     if progress["epoch"] > args.epochs:
@@ -105,9 +105,9 @@ def train(args):
     if rank == 0:  # DDP-4: log on rank 0 only
         print(f"starting at {progress} on {world_size} ranks", flush=True)
 
-    def seed_step():  # CKPT-4: a run resumed on as many ranks draws the same noise
+    def seed_step():  # CKPT-4: the same noise on as many ranks, without workers
         seen = (progress["epoch"] - 1) * length + progress["done"]
-        torch.manual_seed(args.seed + seen * world_size + rank)
+        torch.manual_seed(args.seed + seen * world_size + rank)  # own: step and rank
 
     # 5. Train and evaluate
     for epoch in range(progress["epoch"], args.epochs + 1):
@@ -182,10 +182,10 @@ def evaluate(model, batches, length, device):
     return correct.sum().item() / length
 
 
-def rest_of_epoch(length, seed, done):  # CKPT-4: what this rank has left of an epoch
+def rest_of_epoch(length, seed, done):  # CKPT-4: no sampler of torch starts at `done`
     """Return this rank's share of the indices after the first `done` of the epoch.
 
-    Ranks take turns, so the first `done` are used up. Padding: the epoch's first ones.
+    Ranks take turns: the first `done` are used up. Padded, so all have as many steps.
     """
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
     rank, world_size = dist.get_rank(), dist.get_world_size()
