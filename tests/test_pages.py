@@ -14,7 +14,7 @@ PAGES = [
 # a second machine, a compiler, Slurm or containers are needed, or it takes too long
 NOT_RUN = re.compile(
     r"pip install|pytest|10\.0\.0\.1|--compile|sbatch|salloc|srun|scontrol|scancel|"
-    r"docker (build|run|compose)|bash 08"
+    r"docker (build|run)|bash 08"
 )
 
 

@@ -140,7 +140,7 @@ def test_signals_to_all_processes_at_each_moment(tmp_path):
 
 def test_a_worker_is_killed(tmp_path):
     """All ranks end within seconds and leave no process; the run can be resumed."""
-    run = Run(tmp_path, FSDP, "--epochs=2", "--workers=2")
+    run = Run(tmp_path, FSDP, "--epochs=2", "--workers=2", "--batch-size=4")
     image = order_of(1, 181, 2, seed=0)[150]
     failed = run.start(IMAGE=f"{image} 9").finish(120)
     assert failed.code == 1 and "killed by signal: Killed" in failed.errors, failed
