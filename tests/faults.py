@@ -27,16 +27,6 @@ def replace(name, change):
     setattr(owner, name, change(getattr(owner, name)))
 
 
-def after_each_step(change):
-    """After each step, call a function with the data of each weight."""
-
-    def call(optimizer, *_):
-        for weight in optimizer.param_groups[0]["params"]:
-            change(weight.data)
-
-    register_optimizer_step_post_hook(call)
-
-
 def with_a_parameter(value, change):
     """Give the model a parameter `own`, then call a function with it, before DDP."""
 
@@ -76,7 +66,11 @@ def set_by_the_forward():
 
 
 def edit_on_one_rank():
-    after_each_step(lambda data: data.add_(rank / 100))
+    def edit(optimizer, *_):
+        for weight in optimizer.param_groups[0]["params"]:
+            weight.data.add_(rank / 100)
+
+    register_optimizer_step_post_hook(edit)
 
 
 # Nothing is wrong

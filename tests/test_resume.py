@@ -74,22 +74,22 @@ STOPS = ["99 1 5 15", "2 0 60 9", "2 1 70 2"]
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "options", "interruptions"),
+    ("name", "options", "interruptions"),
     [
-        ("06", 2, ["--amp"], STOPS[1:2]),
-        ("07", 2, [], STOPS[::2]),
-        ("fsdp", 2, ["--amp", "--recompute"], STOPS[1:]),
+        ("06", ["--amp"], STOPS[1:2]),
+        ("07", [], STOPS[::2]),
+        ("fsdp", ["--amp", "--recompute"], STOPS[1:]),
     ],
 )
 def test_interrupted_and_resumed_bit_for_bit(
-    name, ranks, options, interruptions, start, tmp_path
+    name, options, interruptions, start, tmp_path
 ):
     """Killed and stopped, in an epoch and in an evaluation, with random augmentation.
 
     What is printed is what the undisturbed run prints: a stop has saved its last step.
     """
     options = ["--epochs=2", "--batch-size=16", *options]
-    begin = partial(start, name, ranks, *options, fault="augmentation", FLOAT32=1)
+    begin = partial(start, name, 2, *options, fault="augmentation", FLOAT32=1)
     whole = begin("--save-every=2", cwd=tmp_path / "whole")
     results = []
     for interruption in interruptions:

@@ -98,7 +98,7 @@ def test_06_training_continues_on_one_node_when_the_other_one_leaves(tmp_path):
 
 
 def test_the_ranks_end_with_torchrun(tmp_path):
-    """At once, even if it is killed: else the same command would train beside them."""
+    """At once, even if it is killed: else the same command would start a second run."""
     run = Run(tmp_path, TRAIN, "--epochs=10")
     (tmp_path / "run").mkdir()
     slow = tmp_path / "run/slow"
