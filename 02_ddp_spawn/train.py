@@ -40,7 +40,7 @@ def parse_args():
     add("--amp", action="store_true", help="mixed precision: bfloat16")
     add("--compile", action="store_true", help="compile: slow start, faster steps")
     add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")
-    # DDP-0: one process per GPU, or two on the CPU
+    # DDP-0: as many processes as GPUs, or two
     add("--nprocs", type=int, default=torch.cuda.device_count() or 2)
     return parser.parse_args()
 
@@ -77,7 +77,7 @@ def train(local_rank, args):  # DDP-0: in each process
     ddp_model = DDP(model)  # DDP-2: all ranks get the weights of rank 0
     if args.compile:
         ddp_model = torch.compile(ddp_model)
-    torch.manual_seed(args.seed + rank)  # DDP-3: each rank draws different noise
+    torch.manual_seed(args.seed + rank)  # DDP-3: for dropout, differs between ranks
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -98,7 +98,7 @@ def train(local_rank, args):  # DDP-0: in each process
         start = time.perf_counter()
         # the sum of the losses, and the number of images
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
+        # DDP-4: hide the progress bar on other ranks (True) and in files (None)
         hide = rank > 0 or None
         for batch in tqdm(train_loader, f"epoch {epoch}", leave=False, disable=hide):
             images, labels = [part.to(device, non_blocking=True) for part in batch]
@@ -110,7 +110,7 @@ def train(local_rank, args):  # DDP-0: in each process
             scheduler.step()
             total[0] += loss.detach() * len(labels)
             total[1] += len(labels)
-        # DDP-2: raises if weights are NaN or differ, as with a loss of model(x)
+        # DDP-2: an error if a weight is NaN or differs between the ranks
         check_same_model(model)
         dist.all_reduce(total)  # DDP-5: the sum over all ranks
         loss = (total[0] / total[1]).item()  # waits for the GPU
@@ -131,7 +131,7 @@ def train(local_rank, args):  # DDP-0: in each process
 @torch.no_grad()
 def evaluate(model, batches, length, device):
     """Return the fraction of the test set that the model classifies correctly."""
-    for buffer in model.buffers():  # DDP-5: rank 0's, such as BatchNorm's statistics
+    for buffer in model.buffers():  # DDP-5: all ranks take rank 0's (BatchNorm)
         dist.broadcast(buffer, src=0)
     model.eval()
     correct = []
@@ -144,7 +144,7 @@ def evaluate(model, batches, length, device):
 
 
 def run(local_rank, args):  # DDP-0: what spawn() calls in each process
-    # if the script dies (1), Linux kills this process (9)
+    # PR_SET_PDEATHSIG (1): when the script dies, Linux sends SIGKILL (9)
     ctypes.CDLL(None).prctl(1, 9)
     train(local_rank, args)
     dist.destroy_process_group()  # DDP-1: after train() has released the model

@@ -51,7 +51,7 @@ def parse_args():
 @record  # DDP-1: torchrun's last lines show the first error
 def train(args):
     # 1. Setup
-    # DDP-1: torchrun sets LOCAL_RANK, the number of the GPU on this machine
+    # DDP-1: torchrun sets LOCAL_RANK, the number of the process on its machine
     local_rank = int(os.environ["LOCAL_RANK"])
     if args.device == "cuda":
         device = torch.device("cuda", local_rank)
@@ -104,7 +104,7 @@ def train(args):
     ddp_model = DDP(model)  # DDP-2: all ranks get the weights of rank 0
     if args.compile:
         ddp_model = torch.compile(ddp_model)
-    torch.manual_seed(args.seed + rank)  # DDP-3: each rank draws different noise
+    torch.manual_seed(args.seed + rank)  # DDP-3: for dropout, differs between ranks
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -129,7 +129,7 @@ def train(args):
         start = time.perf_counter()
         # the sum of the losses, and the number of images
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
+        # DDP-4: hide the progress bar on other ranks (True) and in files (None)
         hide = rank > 0 or None
         for batch in tqdm(train_loader, f"epoch {epoch}", leave=False, disable=hide):
             images, labels = [part.to(device, non_blocking=True) for part in batch]
@@ -141,7 +141,7 @@ def train(args):
             scheduler.step()
             total[0] += loss.detach() * len(labels)
             total[1] += len(labels)
-        # DDP-2: raises if weights are NaN or differ, as with a loss of model(x)
+        # DDP-2: an error if a weight is NaN or differs between the ranks
         check_same_model(model)
         dist.all_reduce(total)  # DDP-5: the sum over all ranks
         loss = (total[0] / total[1]).item()  # waits for the GPU
@@ -162,7 +162,7 @@ def train(args):
 @torch.no_grad()
 def evaluate(model, batches, length, device):
     """Return the fraction of the test set that the model classifies correctly."""
-    for buffer in model.buffers():  # DDP-5: rank 0's, such as BatchNorm's statistics
+    for buffer in model.buffers():  # DDP-5: all ranks take rank 0's (BatchNorm)
         dist.broadcast(buffer, src=0)
     model.eval()
     correct = []

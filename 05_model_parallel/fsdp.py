@@ -39,7 +39,7 @@ def parse_args():
     add("--output", type=Path, default="mnist.pt", help="weights: %(default)s")
     add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     add("--amp", action="store_true", help="mixed precision: bfloat16")
-    # FSDP-1: the size; --recompute: keep no activations, recompute them in backward
+    # FSDP-1: the model's size; with --recompute, the backward computes activations
     add("--width", type=int, default=64, help="features per patch: %(default)s")
     add("--depth", type=int, default=3)  # blocks
     add("--recompute", action="store_true", help="recompute activations: less memory")
@@ -49,7 +49,7 @@ def parse_args():
 @record  # DDP-1: torchrun's last lines show the first error
 def train(args):
     # 1. Setup
-    # DDP-1: torchrun sets LOCAL_RANK, the number of the GPU on this machine
+    # DDP-1: torchrun sets LOCAL_RANK, the number of the process on its machine
     local_rank = int(os.environ["LOCAL_RANK"])
     if args.device == "cuda":
         device = torch.device("cuda", local_rank)
@@ -77,18 +77,20 @@ def train(args):
     whole = VisionTransformer(args.width, args.depth) if rank == 0 else None
     with torch.device("meta"):
         model = VisionTransformer(args.width, args.depth, args.recompute)
-    # FSDP-2: each rank has a shard of each tensor, so check_same_model has no use
-    mesh = init_device_mesh(args.device, (world_size,))  # one model, on all ranks
+    # FSDP-2: a mesh says which ranks share a model: here all of them. Their shards
+    # differ, so check_same_model cannot compare them, and nothing looks for NaN
+    mesh = init_device_mesh(args.device, (world_size,))
     policy = MixedPrecisionPolicy()  # float32
-    if args.amp:  # instead of autocast; shards and sums stay in float32
+    if args.amp:  # all in bfloat16, unlike autocast; shards, sums: float32
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-    # a block is whole only while it computes; model comes last, with all other layers
+    # a block is whole only while it computes; model comes last, with all other layers.
+    # It replaces the parameters by shards (DTensors): make the optimizer after it
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)  # model() is a collective
-        # otherwise torch 2.8 takes the sum of the gradients for their mean on the CPU
+        # sum, then divide: Gloo has no mean, and torch 2.8 would take its sum instead
         module.set_force_sum_reduction_for_comms(args.device == "cpu")
     # FSDP-3: allocate the shards, then fill them with rank 0's weights
-    model.to_empty(device=device)
+    model.to_empty(device=device)  # then tie shared weights again
     weights = whole.state_dict() if rank == 0 else {}
     # other strides, such as those of channels_last, would arrive permuted
     weights = {name: each.contiguous() for name, each in weights.items()}
@@ -96,12 +98,12 @@ def train(args):
         full_state_dict=True, broadcast_from_rank0=True
     )
     dcp_state.set_model_state_dict(model, weights, options=from_rank0)
-    for name, buffer in model.named_buffers():  # to_empty() left some undefined
+    for name, buffer in model.named_buffers():  # not all are in state_dict()
         if rank == 0:
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, src=0)
     del whole, weights
-    torch.manual_seed(args.seed + rank)  # DDP-3: each rank draws different noise
+    torch.manual_seed(args.seed + rank)  # DDP-3: for dropout, differs between ranks
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -122,14 +124,15 @@ def train(args):
         start = time.perf_counter()
         # the sum of the losses, and the number of images
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
+        # DDP-4: hide the progress bar on other ranks (True) and in files (None)
         hide = rank > 0 or None
         for batch in tqdm(train_loader, f"epoch {epoch}", leave=False, disable=hide):
             images, labels = [part.to(device, non_blocking=True) for part in batch]
             optimizer.zero_grad()
-            loss = criterion(model(images).float(), labels)  # as autocast does
+            loss = criterion(model(images).float(), labels)  # float32, as in autocast
             loss.backward()  # FSDP-2: each rank gets its shards of the mean gradient
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # over all ranks' shards
+            # transformers need it; the norm is that of all ranks' shards together
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             total[0] += loss.detach() * len(labels)
@@ -156,7 +159,7 @@ def train(args):
 @torch.no_grad()
 def evaluate(model, batches, length, device):
     """Return the fraction of the test set that the model classifies correctly."""
-    for buffer in model.buffers():  # DDP-5: rank 0's, such as BatchNorm's statistics
+    for buffer in model.buffers():  # DDP-5: all ranks take rank 0's (BatchNorm)
         dist.broadcast(buffer, src=0)
     model.eval()
     correct = []

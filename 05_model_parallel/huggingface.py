@@ -56,7 +56,7 @@ def parse_args():
 @record  # DDP-1: torchrun's last lines show the first error
 def train(args):
     # 1. Setup
-    # DDP-1: torchrun sets LOCAL_RANK, the number of the GPU on this machine
+    # DDP-1: torchrun sets LOCAL_RANK, the number of the process on its machine
     local_rank = int(os.environ["LOCAL_RANK"])
     if args.device == "cuda":
         device = torch.device("cuda", local_rank)
@@ -91,17 +91,18 @@ def train(args):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if args.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    # FSDP-2: each rank has a shard of each tensor, so check_same_model has no use
-    mesh = init_device_mesh(args.device, (world_size,))  # one model, on all ranks
+    # FSDP-2: a mesh says which ranks share a model: here all of them. Their shards
+    # differ, so check_same_model cannot compare them
+    mesh = init_device_mesh(args.device, (world_size,))
     policy = MixedPrecisionPolicy()  # float32
-    if args.amp:  # instead of autocast; shards and sums stay in float32
+    if args.amp:  # all in bfloat16, unlike autocast; shards, sums: float32
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     # FSDP-2: nearly all decoder layers of transformers are of this class
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     # a layer is whole only while it computes; model, the last, has all other layers
     for module in (*layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)  # model() is a collective
-        # otherwise torch 2.8 takes the sum of the gradients for their mean on the CPU
+        # sum, then divide: Gloo has no mean, and torch 2.8 would take its sum instead
         module.set_force_sum_reduction_for_comms(args.device == "cpu")
     # FSDP-3: allocate the shards, then fill them with rank 0's weights
     model.to_empty(device=device)
@@ -123,7 +124,7 @@ def train(args):
     if args.compile:
         for layer in layers:  # the forward only: FSDP gathers the weights outside
             layer.forward = torch.compile(layer.forward)
-    torch.manual_seed(args.seed + rank)  # DDP-3: each rank draws different noise
+    torch.manual_seed(args.seed + rank)  # DDP-3: for dropout, differs between ranks
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(reduction="sum")  # it leaves out labels of -100

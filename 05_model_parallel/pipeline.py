@@ -51,7 +51,7 @@ def parse_args():
 @record  # DDP-1: torchrun's last lines show the first error
 def train(args):
     # 1. Setup
-    # DDP-1: torchrun sets LOCAL_RANK, the number of the GPU on this machine
+    # DDP-1: torchrun sets LOCAL_RANK, the number of the process on its machine
     local_rank = int(os.environ["LOCAL_RANK"])
     if args.device == "cuda":
         device = torch.device("cuda", local_rank)
@@ -120,7 +120,7 @@ def train(args):
         start = time.perf_counter()
         # the sum of the losses, and the number of images
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
+        # DDP-4: hide the progress bar on other ranks (True) and in files (None)
         hide = rank > 0 or None
         for batch in tqdm(train_loader, f"epoch {epoch}", leave=False, disable=hide):
             images, labels = [part.to(device, non_blocking=True) for part in batch]

@@ -103,7 +103,7 @@ def train(args):
     model = SplitConvNet((first, second), args.chunks)
     # MP-4: no device_ids, because the model is on two devices
     ddp_model = DDP(model)
-    torch.manual_seed(args.seed + rank)  # DDP-3: each rank draws different noise
+    torch.manual_seed(args.seed + rank)  # DDP-3: for dropout, differs between ranks
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -124,7 +124,7 @@ def train(args):
         start = time.perf_counter()
         # the sum of the losses, and the number of images
         total = torch.zeros(2, dtype=torch.float64, device=second)
-        # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
+        # DDP-4: hide the progress bar on other ranks (True) and in files (None)
         hide = rank > 0 or None
         for batch in tqdm(train_loader, f"epoch {epoch}", leave=False, disable=hide):
             images, labels = batch
@@ -159,7 +159,7 @@ def train(args):
 @torch.no_grad()
 def evaluate(model, batches, length):
     """Return the fraction of the test set that the model classifies correctly."""
-    for buffer in model.buffers():  # DDP-5: rank 0's, such as BatchNorm's statistics
+    for buffer in model.buffers():  # DDP-5: all ranks take rank 0's (BatchNorm)
         dist.broadcast(buffer, src=0)
     model.eval()
     first, second = model.devices

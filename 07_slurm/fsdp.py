@@ -46,7 +46,7 @@ def parse_args():
     add("--output", type=Path, default="mnist.pt", help="weights: %(default)s")
     add("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     add("--amp", action="store_true", help="mixed precision: bfloat16")
-    # FSDP-1: the size; --recompute: keep no activations, recompute them in backward
+    # FSDP-1: the model's size; with --recompute, the backward computes activations
     add("--width", type=int, default=64, help="features per patch: %(default)s")
     add("--depth", type=int, default=3)  # blocks
     add("--recompute", action="store_true", help="recompute activations: less memory")
@@ -60,12 +60,12 @@ def parse_args():
 @record  # DDP-1: torchrun's last lines show the first error
 def train(args):
     # 1. Setup
-    # SLURM-1: `srun python` without torchrun: export MASTER_ADDR and MASTER_PORT first
+    # SLURM-1: for `srun python`, set what torchrun would set except MASTER_ADDR, _PORT
     if "RANK" not in os.environ and "SLURM_PROCID" in os.environ:
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
-    # DDP-1: torchrun sets LOCAL_RANK, the number of the GPU on this machine
+    # DDP-1: torchrun sets LOCAL_RANK, the number of the process on its machine
     local_rank = int(os.environ["LOCAL_RANK"])
     if args.device == "cuda":
         device = torch.device("cuda", local_rank)
@@ -95,21 +95,22 @@ def train(args):
     whole = VisionTransformer(args.width, args.depth) if rank == 0 else None
     with torch.device("meta"):
         model = VisionTransformer(args.width, args.depth, args.recompute)
-    # FSDP-2: one copy of the model, or several as with DDP, each on --shards neighbours
-    mesh = init_device_mesh(args.device, (world_size,))  # one model, on all ranks
-    if args.shards:
-        size = (world_size // args.shards, args.shards)
+    # FSDP-2: a mesh says which ranks share a model: without --shards, all of them
+    mesh = init_device_mesh(args.device, (world_size,))
+    if args.shards:  # neighbours, such as a node's GPUs; the copies are as in DDP
+        size = (world_size // args.shards, args.shards)  # copies, shards of each
         mesh = init_device_mesh(args.device, size, mesh_dim_names=("copy", "shard"))
     policy = MixedPrecisionPolicy()  # float32
-    if args.amp:  # instead of autocast; shards and sums stay in float32
+    if args.amp:  # all in bfloat16, unlike autocast; shards, sums: float32
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-    # a block is whole only while it computes; model comes last, with all other layers
+    # a block is whole only while it computes; model comes last, with all other layers.
+    # It replaces the parameters by shards (DTensors): make the optimizer after it
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)  # model() is a collective
-        # otherwise torch 2.8 takes the sum of the gradients for their mean on the CPU
+        # sum, then divide: Gloo has no mean, and torch 2.8 would take its sum instead
         module.set_force_sum_reduction_for_comms(args.device == "cpu")
     # FSDP-3: allocate the shards, then fill them with rank 0's weights
-    model.to_empty(device=device)
+    model.to_empty(device=device)  # then tie shared weights again
     weights = whole.state_dict() if rank == 0 else {}
     # other strides, such as those of channels_last, would arrive permuted
     weights = {name: each.contiguous() for name, each in weights.items()}
@@ -117,12 +118,12 @@ def train(args):
         full_state_dict=True, broadcast_from_rank0=True
     )
     dcp_state.set_model_state_dict(model, weights, options=from_rank0)
-    for name, buffer in model.named_buffers():  # to_empty() left some undefined
+    for name, buffer in model.named_buffers():  # not all are in state_dict()
         if rank == 0:
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, src=0)
     del whole, weights
-    torch.manual_seed(args.seed + rank)  # DDP-3: each rank draws different noise
+    torch.manual_seed(args.seed + rank)  # DDP-3: for dropout, differs between ranks
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -134,22 +135,23 @@ def train(args):
     peaks = [group["lr"] for group in optimizer.param_groups]
     # CKPT-1: saved besides the model and the optimizer
     progress = {"epoch": 1, "done": 0}  # done: images of this epoch, over all ranks
-    # CKPT-3: they fix the order and the rate; ranks, batch size, epochs may change
+    # CKPT-3: a resume must have as many samples, and the same --seed and --lr
     must_match = {"length": length, "seed": args.seed, "lr": args.lr}
-    must_match["tensors"] = len(model.state_dict())  # or DCP skips what is new
+    must_match["tensors"] = len(model.state_dict())  # or a smaller model would load
     load_newest(args.checkpoint, model, optimizer, progress, must_match)
     check_equal(length=length, **progress)  # CKPT-3: the same data and checkpoint
-    if progress["epoch"] > args.epochs:
+    if progress["epoch"] > args.epochs:  # CKPT-3: fewer --epochs than before
         raise ValueError(f"{args.checkpoint} has {progress}: give more --epochs")
     if rank == 0:  # DDP-4: log on rank 0 only
         print(f"starting at {progress} on {world_size} ranks", flush=True)
 
-    def seed_step():  # CKPT-4: the same noise on as many ranks, without workers
+    def seed_step():  # CKPT-4: a seed per step and rank, so a resume repeats the noise
         seen = (progress["epoch"] - 1) * length + progress["done"]
-        torch.manual_seed(args.seed + seen * world_size + rank)  # own: step and rank
+        torch.manual_seed(args.seed + seen * world_size + rank)  # same number of ranks
 
     # 5. Train and evaluate
-    stops = StopSignals()  # STOP-1: from here on, a signal only sets a flag
+    # STOP-1: from here on a signal only sets a flag. Before, there is nothing to save
+    stops = StopSignals()
     for epoch in range(progress["epoch"], args.epochs + 1):
         progress["epoch"] = epoch
         # CKPT-4: the rest of the epoch; it is empty if only the evaluation is missing
@@ -159,7 +161,7 @@ def train(args):
         start, done_before = time.perf_counter(), progress["done"]
         # the sum of the losses, and the number of images
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
+        # DDP-4: hide the progress bar on other ranks (True) and in files (None)
         hide = rank > 0 or None
         seed_step()  # CKPT-4: iter() seeds workers, or a resume repeats epoch 1's noise
         batches = stops.iterate(train_loader)  # STOP-1: a signal must not end workers
@@ -168,9 +170,9 @@ def train(args):
         for step, batch in enumerate(batches, start=1):
             images, labels = [part.to(device, non_blocking=True) for part in batch]
             optimizer.zero_grad()
-            loss = criterion(model(images).float(), labels)  # as autocast does
+            loss = criterion(model(images).float(), labels)  # float32, as in autocast
             loss.backward()  # FSDP-2: each rank gets its shards of the mean gradient
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # a collective
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # of all ranks' shards
             # CKPT-4: the rate follows the images, since the number of ranks may change
             done = min(progress["done"] + global_batch, length)
             middle = (progress["done"] + done) / 2 / length  # of this step in the epoch
@@ -181,12 +183,12 @@ def train(args):
             total[0] += loss.detach() * len(labels)
             total[1] += len(labels)
             progress["done"] = done
-            # CKPT-1: on all ranks: every N steps of the epoch, and after its last one
+            # CKPT-1: every N steps of the epoch; all ranks enter, for the collectives
             last = step == len(train_loader)
             stop = stops.vote()  # STOP-1: all ranks stop together, or some would hang
             if stop or last or done // global_batch % args.save_every == 0:
                 if any(part.to_local().isnan().any() for part in model.parameters()):
-                    raise ValueError("a weight is NaN: nothing is saved")
+                    raise ValueError("a weight is NaN: nothing is saved")  # ends all
                 save_checkpoint(args.checkpoint, model, optimizer, progress, must_match)
                 dist.all_reduce(total)  # DDP-5: the sum over all ranks
                 if rank == 0:  # DDP-4: log on rank 0 only
@@ -219,7 +221,7 @@ def train(args):
 @torch.no_grad()
 def evaluate(model, batches, length, device):
     """Return the fraction of the test set that the model classifies correctly."""
-    for buffer in model.buffers():  # DDP-5: rank 0's, such as BatchNorm's statistics
+    for buffer in model.buffers():  # DDP-5: all ranks take rank 0's (BatchNorm)
         dist.broadcast(buffer, src=0)
     model.eval()
     correct = []
@@ -256,17 +258,17 @@ def save_checkpoint(folder, model, optimizer, progress, must_match):
     if dist.get_rank() == 0:  # on a parallel disk mkdir by several ranks may fail
         path.mkdir(parents=True, exist_ok=True)
     wait_for_file(path)
-    # FSDP-5: each rank writes its shards; rank 0 writes .metadata last
+    # FSDP-5: each rank writes its shards; then rank 0 renames .metadata into place
     dcp.save(state_of(model, optimizer, progress, must_match), checkpoint_id=path)
     if dist.get_rank() == 0:
-        complete = sorted(file.parent for file in folder.glob("epoch-*/.metadata"))
+        kept = sorted(file.parent for file in folder.glob("epoch-*/.metadata"))[-2:]
         for old in folder.glob("epoch-*-done-*"):  # even if a kill left it incomplete
-            if old < complete[-2:][0]:  # older than the last two complete ones
+            if old < kept[0]:  # older than the last two complete ones
                 shutil.rmtree(old, ignore_errors=True)
 
 
 def load_newest(folder, model, optimizer, progress, must_match):
-    """Load the newest complete checkpoint, if any, on any number of ranks."""
+    """Load the newest complete checkpoint, if any, into model, optimizer, progress."""
     newest = [max(folder.glob("epoch-*/.metadata"), default=None)]
     dist.broadcast_object_list(newest)  # rank 0's: others may see it late
     [path] = newest
@@ -275,13 +277,15 @@ def load_newest(folder, model, optimizer, progress, must_match):
         dcp.load(state, checkpoint_id=path.parent)  # FSDP-5: in place, progress too
         if state["must_match"] != must_match:
             raise ValueError(f"{folder} has {state['must_match']}, not {must_match}")
+        # the weights are loaded; this gives moments, lr, ... to the optimizer
         weights, moments = state["model"], state["optimizer"]
         dcp_state.set_state_dict(
             model, optimizer, model_state_dict=weights, optim_state_dict=moments
         )
 
 
-def state_of(model, optimizer, progress, must_match):  # FSDP-5: DTensors, with shards
+def state_of(model, optimizer, progress, must_match):  # FSDP-5: to save and load
+    # DTensors know their place. A new optimizer gets moments, for load() to fill
     weights, moments = dcp_state.get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments}
     return state | {"progress": progress, "must_match": must_match}

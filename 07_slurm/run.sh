@@ -13,13 +13,13 @@ address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds until torchrun kills (torch 2.11 or older: 30)
 trap '' TERM # this shell must outlive the signal: it waits for srun
 
-# one torchrun per node; if one fails, all end; the job number gives the port
+# one torchrun per node, numbered by c10d; if one fails, all end; the job gives the port
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun \
   --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="${NPROC:-gpu}" --rdzv-backend=c10d \
   --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$address:$((10000 + SLURM_JOB_ID % 20000))" \
   "${SCRIPT:-07_slurm/train.py}" --checkpoint "$run.ckpt" --output "$run.pt" "$@" && exit
 
-# stopped or failed: requeue if it has saved (no endless loop) and nobody cancelled it
+# stopped or failed: requeue if $run.ckpt is new (no endless loop) and nobody cancelled it
 if [ "$(written)" != "$before" ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi

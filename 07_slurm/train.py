@@ -54,12 +54,12 @@ def parse_args():
 @record  # DDP-1: torchrun's last lines show the first error
 def train(args):
     # 1. Setup
-    # SLURM-1: `srun python` without torchrun: export MASTER_ADDR and MASTER_PORT first
+    # SLURM-1: for `srun python`, set what torchrun would set except MASTER_ADDR, _PORT
     if "RANK" not in os.environ and "SLURM_PROCID" in os.environ:
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
-    # DDP-1: torchrun sets LOCAL_RANK, the number of the GPU on this machine
+    # DDP-1: torchrun sets LOCAL_RANK, the number of the process on its machine
     local_rank = int(os.environ["LOCAL_RANK"])
     if args.device == "cuda":
         device = torch.device("cuda", local_rank)
@@ -89,7 +89,7 @@ def train(args):
     ddp_model = DDP(model)  # DDP-2: all ranks get the weights of rank 0
     if args.compile:
         ddp_model = torch.compile(ddp_model)
-    torch.manual_seed(args.seed + rank)  # DDP-3: each rank draws different noise
+    torch.manual_seed(args.seed + rank)  # DDP-3: for dropout, differs between ranks
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -99,25 +99,26 @@ def train(args):
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     # CKPT-4: this start's peaks, because loading overwrites lr, weight_decay, ...
     peaks = [group["lr"] for group in optimizer.param_groups]
-    # CKPT-1: what is saved; the names in ddp_model would begin with "module."
+    # CKPT-1: saved is rank 0's: weights are equal, and DDP uses rank 0's buffers
     stateful = {"model": model, "optimizer": optimizer}
     progress = {"epoch": 1, "done": 0}  # done: images of this epoch, over all ranks
-    # CKPT-3: they fix the order and the rate; ranks, batch size, epochs may change
+    # CKPT-3: a resume must have as many samples, and the same --seed and --lr
     must_match = {"length": length, "seed": args.seed, "lr": args.lr}
-    if wait_for_file(args.checkpoint):  # CKPT-3: on all ranks: DDP sends no moments
+    if wait_for_file(args.checkpoint):  # CKPT-3: all ranks load: DDP(...) came before
         load_checkpoint(args.checkpoint, stateful, progress, must_match)
     check_equal(length=length, **progress)  # CKPT-3: the same data and checkpoint
-    if progress["epoch"] > args.epochs:
+    if progress["epoch"] > args.epochs:  # CKPT-3: fewer --epochs than before
         raise ValueError(f"{args.checkpoint} has {progress}: give more --epochs")
     if rank == 0:  # DDP-4: log on rank 0 only
         print(f"starting at {progress} on {world_size} ranks", flush=True)
 
-    def seed_step():  # CKPT-4: the same noise on as many ranks, without workers
+    def seed_step():  # CKPT-4: a seed per step and rank, so a resume repeats the noise
         seen = (progress["epoch"] - 1) * length + progress["done"]
-        torch.manual_seed(args.seed + seen * world_size + rank)  # own: step and rank
+        torch.manual_seed(args.seed + seen * world_size + rank)  # same number of ranks
 
     # 5. Train and evaluate
-    stops = StopSignals()  # STOP-1: from here on, a signal only sets a flag
+    # STOP-1: from here on a signal only sets a flag. Before, there is nothing to save
+    stops = StopSignals()
     for epoch in range(progress["epoch"], args.epochs + 1):
         progress["epoch"] = epoch
         # CKPT-4: the rest of the epoch; it is empty if only the evaluation is missing
@@ -127,7 +128,7 @@ def train(args):
         start, done_before = time.perf_counter(), progress["done"]
         # the sum of the losses, and the number of images
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        # DDP-4: a progress bar on rank 0 only; None shows it only on a terminal
+        # DDP-4: hide the progress bar on other ranks (True) and in files (None)
         hide = rank > 0 or None
         seed_step()  # CKPT-4: iter() seeds workers, or a resume repeats epoch 1's noise
         batches = stops.iterate(train_loader)  # STOP-1: a signal must not end workers
@@ -149,11 +150,11 @@ def train(args):
             total[0] += loss.detach() * len(labels)
             total[1] += len(labels)
             progress["done"] = done
-            # CKPT-1: on all ranks: every N steps of the epoch, and after its last one
+            # CKPT-1: every N steps of the epoch; all ranks enter, for the collectives
             last = step == len(train_loader)
             stop = stops.vote()  # STOP-1: all ranks stop together, or some would hang
             if stop or last or done // global_batch % args.save_every == 0:
-                # DDP-2: raises if weights are NaN or differ, as with a loss of model(x)
+                # DDP-2: an error if a weight is NaN or differs between the ranks
                 check_same_model(model)
                 dist.all_reduce(total)  # DDP-5: the sum over all ranks
                 if rank == 0:  # DDP-4: the others wait for rank 0 in the next step
@@ -185,7 +186,7 @@ def train(args):
 @torch.no_grad()
 def evaluate(model, batches, length, device):
     """Return the fraction of the test set that the model classifies correctly."""
-    for buffer in model.buffers():  # DDP-5: rank 0's, such as BatchNorm's statistics
+    for buffer in model.buffers():  # DDP-5: all ranks take rank 0's (BatchNorm)
         dist.broadcast(buffer, src=0)
     model.eval()
     correct = []

@@ -22,8 +22,8 @@ def check_equal(**values):
 def check_same_model(model):
     """Raise ValueError if a weight is NaN or weights or gradients differ between ranks.
 
-    Up to 64 numbers of each tensor are compared. They may differ by 0.001 of their
-    norm, because different CPU models round differently.
+    It reads up to 64 numbers of each tensor: a NaN soon spreads to all. They may differ
+    by 0.001 of their norm, because different CPU models round differently.
     """
     names, samples = [], []
     for name, weight in model.named_parameters():

@@ -48,13 +48,14 @@ class StopSignals:
         The workers must deliver batches until the stop. They inherit what is blocked.
         """
         if loader.num_workers and not loader.multiprocessing_context:
-            loader.multiprocessing_context = "fork"  # 3.14's default has an older mask
+            # Python 3.14 would fork them from a server that started before this block
+            loader.multiprocessing_context = "fork"
         others = set(multiprocessing.active_children())
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             return iter(loader)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             workers.update(set(multiprocessing.active_children()) - others)
 
 
