@@ -53,19 +53,21 @@ def test_small(patches, tmp_path):
 
 
 def test_small_resumes_bit_for_bit(tmp_path):
-    """All processes are killed after the first checkpoint."""
+    """All processes are killed after the first checkpoint. Options as 07's run.sh."""
     patches = ["small_ddp.diff", "small_resume.diff"]
     script = patched(tmp_path, "tests/copies/small.py", *patches) / "small.py"
     edit(script, "range(first, 5)", "range(first, 50)")
     edit(script, "nn.ReLU()", "nn.ReLU(), nn.Dropout(0.1)")
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    running = Running(torchrun(script, 2), killed, OMP_NUM_THREADS=1)
-    wait_until((killed / "checkpoint.pt").exists, running)
+    options = ["--checkpoint", "a run.ckpt", "--output", "a run.pt"]
+    running = Running(torchrun(script, 2, *options), killed, OMP_NUM_THREADS=1)
+    wait_until((killed / "a run.ckpt").exists, running)
     running.kill_all()
-    start, rest = train(script, 2, cwd=killed).output.split("\n", 1)
-    output = train(script, 2, cwd=whole).output
+    start, rest = train(script, 2, *options, cwd=killed).output.split("\n", 1)
+    output = train(script, 2, *options, cwd=whole).output
     assert start != "starting at epoch 0" and rest and output.endswith(rest)
-    assert equal(killed / "checkpoint.pt", whole / "checkpoint.pt")
+    for name in ("a run.ckpt", "a run.pt"):
+        assert equal(killed / name, whole / name)
 
 
 def printed_and_drawn(result, folder):

@@ -1,18 +1,23 @@
 """The recipes of 04 compute on several processes what one does with all images."""
 
 import re
+import shutil
 
 import torch
 from helpers import (
+    COPIES,
     ROOT,
     SEED,
+    Running,
     copy_project,
-    copy_repository,
     distance,
+    equal,
     module,
     order_of,
     run,
+    torchrun,
     train,
+    wait_until,
 )
 from torch import nn
 
@@ -127,15 +132,37 @@ def test_image_folder_computes_what_one_process_does(tmp_path, float64, monkeypa
     assert distance(project / "resnet18.pt", model.state_dict()) < 1e-9
 
 
-def test_image_folder_starts_as_its_page_shows(tmp_path):
-    """And raises an error if val has another class than train."""
-    page = (ROOT / "04_ddp_torchrun/README.md").read_text()
-    [command] = re.findall("^```sh\n(python - .*?)^```$", page, re.M | re.S)
-    copy = copy_repository(tmp_path / "a copy", digits=20)
-    result = run(["bash", "-ec", command], copy, **WITH_TORCHVISION)
-    assert result.code == 0 and (copy / "resnet18.pt").exists(), result
-    classes = copy / "data/digits/val"
-    (classes / "9").rename(classes / "x")
-    last = command.splitlines()[-1]
-    result = run(["bash", "-c", last], copy, **WITH_TORCHVISION)
-    assert result.code == 1 and "'x'" in result.errors, result
+def test_image_folder_resumes_bit_for_bit(tmp_path):
+    """With random crops and BatchNorm; all processes are killed after an epoch.
+
+    Another class in val is an error.
+    """
+    project = copy_project(tmp_path / "a project", "04_ddp_torchrun/image_folder.py")
+    script, patch = project / "image_folder.py", COPIES / "image_folder_resume.diff"
+    fits = run(["patch", "-F0", script, patch], project)
+    assert fits.code == 0, fits  # it names the hunk that does not fit
+    module(ROOT / "tests/small/sitecustomize.py")
+    from torchvision.utils import save_image
+
+    for number in range(24):
+        path = project / f"data/train/{number % 2}/{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_image(torch.rand(3, 32, 32), path)
+    (project / "data/val").symlink_to("train")
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    options = "--size 32 --epochs 2 --batch-size 4 --workers 0 --data-dir".split()
+    start = torchrun(script, 2, *options, project / "data")
+    running = Running(start, killed, OMP_NUM_THREADS=1, **WITH_TORCHVISION)
+    wait_until((killed / "checkpoint.pt").exists, running)
+    running.kill_all()
+    for folder in (killed, whole):
+        result = run(start, folder, OMP_NUM_THREADS=1, **WITH_TORCHVISION)
+        assert ("starting at epoch 1\n" in result.output) == (folder == whole), result
+    assert "epoch 2/2" in result.output, result
+    assert equal(killed / "checkpoint.pt", whole / "checkpoint.pt")
+    (project / "data/val").unlink()
+    (project / "data/val/x").mkdir(parents=True)
+    shutil.copy(path, project / "data/val/x")
+    start = torchrun(script, 1, *options, project / "data")
+    result = run(start, killed, **WITH_TORCHVISION)
+    assert result.code == 1 and "['0', '1'], val ['x']" in result.errors, result

@@ -21,7 +21,7 @@ def main():
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        correct = torch.zeros(2, device=device)  # correct, and all
+        correct = torch.zeros(2, device=device)  # correct samples, all samples
         for x, y in test_loader:
             right = model(x.to(device)).argmax(1) == y.to(device)
             correct += torch.stack([right.sum(), torch.tensor(len(y), device=device)])
