@@ -123,7 +123,6 @@ def train(args):
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, src=0)
     del whole, weights
-    torch.manual_seed(args.seed + rank)  # DDP-3: for dropout, differs between ranks
 
     # 4. Loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -172,7 +171,7 @@ def train(args):
             optimizer.zero_grad()
             loss = criterion(model(images).float(), labels)  # float32, as in autocast
             loss.backward()  # FSDP-2: each rank gets its shards of the mean gradient
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # of all ranks' shards
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # of the whole model
             # CKPT-4: the rate follows the images, since the number of ranks may change
             done = min(progress["done"] + global_batch, length)
             middle = (progress["done"] + done) / 2 / length  # of this step in the epoch

@@ -13,7 +13,7 @@ address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds until torchrun kills (torch 2.11 or older: 30)
 trap '' TERM # this shell must outlive the signal: it waits for srun
 
-# one torchrun per node, numbered by c10d; if one fails, all end; the job gives the port
+# one torchrun per node; they meet at this address, which numbers them; if one fails, all end
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun \
   --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="${NPROC:-gpu}" --rdzv-backend=c10d \
   --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$address:$((10000 + SLURM_JOB_ID % 20000))" \
