@@ -81,7 +81,7 @@ def train(args):
     # differ, so check_same_model cannot compare them, and nothing looks for NaN
     mesh = init_device_mesh(args.device, (world_size,))
     policy = MixedPrecisionPolicy()  # float32
-    if args.amp:  # all in bfloat16, unlike autocast; shards, sums: float32
+    if args.amp:  # not autocast: FSDP also sends bfloat16; it sums float32
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     # a block is whole only while it computes; model comes last, with all other layers.
     # It replaces the parameters by shards (DTensors): make the optimizer after it

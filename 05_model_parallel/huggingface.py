@@ -95,7 +95,7 @@ def train(args):
     # differ, so check_same_model cannot compare them
     mesh = init_device_mesh(args.device, (world_size,))
     policy = MixedPrecisionPolicy()  # float32
-    if args.amp:  # all in bfloat16, unlike autocast; shards, sums: float32
+    if args.amp:  # not autocast: FSDP also sends bfloat16; it sums float32
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     # FSDP-2: nearly all decoder layers of transformers are of this class
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]

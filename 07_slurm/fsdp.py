@@ -101,7 +101,7 @@ def train(args):
         size = (world_size // args.shards, args.shards)  # copies, shards of each
         mesh = init_device_mesh(args.device, size, mesh_dim_names=("copy", "shard"))
     policy = MixedPrecisionPolicy()  # float32
-    if args.amp:  # all in bfloat16, unlike autocast; shards, sums: float32
+    if args.amp:  # not autocast: FSDP also sends bfloat16; it sums float32
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     # a block is whole only while it computes; model comes last, with all other layers.
     # It replaces the parameters by shards (DTensors): make the optimizer after it
@@ -134,19 +134,19 @@ def train(args):
     peaks = [group["lr"] for group in optimizer.param_groups]
     # CKPT-1: saved besides the model and the optimizer
     progress = {"epoch": 1, "done": 0}  # done: images of this epoch, over all ranks
-    # CKPT-3: a resume must have as many samples, and the same --seed and --lr
+    # CKPT-3: with another length, seed or --lr the file is of another run
     must_match = {"length": length, "seed": args.seed, "lr": args.lr}
     must_match["tensors"] = len(model.state_dict())  # or a smaller model would load
     load_newest(args.checkpoint, model, optimizer, progress, must_match)
-    check_equal(length=length, **progress)  # CKPT-3: the same data and checkpoint
+    check_equal(length=length, **progress)  # CKPT-3: a machine may have an old copy
     if progress["epoch"] > args.epochs:  # CKPT-3: fewer --epochs than before
         raise ValueError(f"{args.checkpoint} has {progress}: give more --epochs")
     if rank == 0:  # DDP-4: log on rank 0 only
         print(f"starting at {progress} on {world_size} ranks", flush=True)
 
-    def seed_step():  # CKPT-4: a seed per step and rank, so a resume repeats the noise
+    def seed_step():  # CKPT-4: a resume on as many ranks draws the same noise
         seen = (progress["epoch"] - 1) * length + progress["done"]
-        torch.manual_seed(args.seed + seen * world_size + rank)  # same number of ranks
+        torch.manual_seed(args.seed + seen * world_size + rank)  # unique per step, rank
 
     # 5. Train and evaluate
     # STOP-1: from here on a signal only sets a flag. Before, there is nothing to save

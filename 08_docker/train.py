@@ -94,19 +94,19 @@ def train(args):
     # CKPT-1: saved is rank 0's: weights are equal, and DDP uses rank 0's buffers
     stateful = {"model": model, "optimizer": optimizer}
     progress = {"epoch": 1, "done": 0}  # done: images of this epoch, over all ranks
-    # CKPT-3: a resume must have as many samples, and the same --seed and --lr
+    # CKPT-3: with another length, seed or --lr the file is of another run
     must_match = {"length": length, "seed": args.seed, "lr": args.lr}
     if wait_for_file(args.checkpoint):  # CKPT-3: all ranks load: DDP(...) came before
         load_checkpoint(args.checkpoint, stateful, progress, must_match)
-    check_equal(length=length, **progress)  # CKPT-3: the same data and checkpoint
+    check_equal(length=length, **progress)  # CKPT-3: a machine may have an old copy
     if progress["epoch"] > args.epochs:  # CKPT-3: fewer --epochs than before
         raise ValueError(f"{args.checkpoint} has {progress}: give more --epochs")
     if rank == 0:  # DDP-4: log on rank 0 only
         print(f"starting at {progress} on {world_size} ranks", flush=True)
 
-    def seed_step():  # CKPT-4: a seed per step and rank, so a resume repeats the noise
+    def seed_step():  # CKPT-4: a resume on as many ranks draws the same noise
         seen = (progress["epoch"] - 1) * length + progress["done"]
-        torch.manual_seed(args.seed + seen * world_size + rank)  # same number of ranks
+        torch.manual_seed(args.seed + seen * world_size + rank)  # unique per step, rank
 
     # 5. Train and evaluate
     for epoch in range(progress["epoch"], args.epochs + 1):
