@@ -56,7 +56,7 @@ def test_small_resumes_bit_for_bit(tmp_path):
     """All processes are killed after the first checkpoint. Options as 07's run.sh."""
     patches = ["small_ddp.diff", "small_resume.diff"]
     script = patched(tmp_path, "tests/copies/small.py", *patches) / "small.py"
-    edit(script, "range(first, 5)", "range(first, 50)")
+    edit(script, "range(first, 5)", "range(first, 20)")
     edit(script, "nn.ReLU()", "nn.ReLU(), nn.Dropout(0.1)")
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     options = ["--checkpoint", "a run.ckpt", "--output", "a run.pt"]

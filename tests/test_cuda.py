@@ -83,12 +83,10 @@ def start(script, ranks, *options, cwd, **environment):
 
 # folder | GPUs, if not two or one | options
 LAUNCHES = """
-01_dataparallel | 1 | --amp
 01_dataparallel | 2 |
 02_ddp_spawn | |
 04_ddp_torchrun | | --amp --sync-bn
 05_model_parallel | 4 |
-06_checkpointing | | --amp
 """
 
 
@@ -168,24 +166,20 @@ INTERRUPTIONS = """
 
 @each_row(INTERRUPTIONS)
 def test_interrupted_and_resumed_bit_for_bit(row, tmp_path):
-    """Started again without a GPU, it evaluates the same weights."""
     path, event = row
     project = copy_project(tmp_path / "project", path, small=("data", "model"))
 
-    def begin(*more, ranks=2, code=0, **given):
+    def begin(*more, code=0, **given):
         options = ["--batch-size=16", "--epochs=2", "--save-every=2", *more]
         script = path.split("/")[1]
-        return check(start(script, ranks, *options, cwd=project, **given), code)
+        return check(start(script, 2, *options, cwd=project, **given), code)
 
     begin("--checkpoint=whole", "--output=whole.pt")
     result = begin(READ=event, code=1)
     assert ("\nstopped: " in result.output) == event.endswith("15"), result
     last = begin()
-    resumed = last.epochs()
     assert "'done': 0}" not in last.output, last
     assert equal(project / "mnist.pt", project / "whole.pt")
-    again = begin(ranks=1, CUDA_VISIBLE_DEVICES="").epochs()
-    assert again[-1]["accuracy"] == resumed[-1]["accuracy"]
 
 
 def test_sync_bn_computes_what_one_rank_does(tmp_path):
