@@ -144,6 +144,13 @@ def wait_until(condition, *running, limit=300):
         time.sleep(0.05)
 
 
+def kill_after_a_save(command, checkpoint, **environment):
+    """Start a command in the folder of its checkpoint, and kill it once this exists."""
+    running = Running(command, checkpoint.parent, OMP_NUM_THREADS=1, **environment)
+    wait_until(checkpoint.exists, running)
+    running.kill_all()
+
+
 def wait_for(text, *running, times=1):
     """Wait until these commands have printed a text this many times."""
     wait_until(
@@ -223,6 +230,16 @@ def copy_project(folder, *files, small=()):
     for name in [small] if isinstance(small, str) else small:
         shutil.copy(ROOT / f"tests/small/{name}.py", common)
     return folder
+
+
+def patched(folder, script, *patches):
+    """A project with a script to which patches were applied as its page says."""
+    project = copy_project(folder / "a project", script, small="data")
+    for name in patches:
+        [file] = project.glob("*.py")
+        fits = run(["patch", "-F0", file, COPIES / name], project)
+        assert fits.code == 0, fits  # it names the hunk that does not fit
+    return project
 
 
 def edit(file, old, new):

@@ -9,34 +9,23 @@ from helpers import (
     COPIES,
     ROOT,
     SEED,
-    Running,
-    copy_project,
     distance,
     edit,
     equal,
+    kill_after_a_save,
     lines,
     load,
     module,
+    patched,
     run,
     torchrun,
     train,
-    wait_until,
     without_batch_norm,
 )
 
 # a single write, so that the lines of two ranks do not mix
 SHOW = """optimizer.zero_grad()
             print(f"got {images[:, 0, 0, 0].tolist()}\\n", end="", flush=True)"""
-
-
-def patched(folder, script, *patches):
-    """A project with a script to which patches were applied as its page says."""
-    project = copy_project(folder / "a project", script, small="data")
-    for name in patches:
-        [file] = project.glob("*.py")
-        fits = run(["patch", "-F0", file, COPIES / name], project)
-        assert fits.code == 0, fits  # it names the hunk that does not fit
-    return project
 
 
 @pytest.mark.parametrize("patches", [[], ["small_ddp.diff"]])
@@ -60,9 +49,7 @@ def test_small_resumes_bit_for_bit(tmp_path):
     edit(script, "nn.ReLU()", "nn.ReLU(), nn.Dropout(0.1)")
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     options = ["--checkpoint", "a run.ckpt", "--output", "a run.pt"]
-    running = Running(torchrun(script, 2, *options), killed, OMP_NUM_THREADS=1)
-    wait_until((killed / "a run.ckpt").exists, running)
-    running.kill_all()
+    kill_after_a_save(torchrun(script, 2, *options), killed / "a run.ckpt")
     start, rest = train(script, 2, *options, cwd=killed).output.split("\n", 1)
     output = train(script, 2, *options, cwd=whole).output
     assert start != "starting at epoch 0" and rest and output.endswith(rest)
@@ -96,9 +83,7 @@ def test_own_resume_is_bit_for_bit_that_of_an_undisturbed_run(tmp_path):
     patches = ["own_ddp.patch", "own_resume.diff"]
     script = patched(tmp_path, "tests/copies/own.py", *patches) / "own.py"
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    running = Running(torchrun(script, 2), killed, OMP_NUM_THREADS=1)
-    wait_until((killed / "checkpoint.pt").exists, running)
-    running.kill_all()
+    kill_after_a_save(torchrun(script, 2), killed / "checkpoint.pt")
     seed, *rest = printed_and_drawn(train(script, 2, cwd=killed), killed)
     result = train(script, 2, f"--{seed}".replace(" ", "="), cwd=whole)
     expected = printed_and_drawn(result, whole)

@@ -5,19 +5,18 @@ import shutil
 
 import torch
 from helpers import (
-    COPIES,
     ROOT,
     SEED,
-    Running,
     copy_project,
     distance,
     equal,
+    kill_after_a_save,
     module,
     order_of,
+    patched,
     run,
     torchrun,
     train,
-    wait_until,
 )
 from torch import nn
 
@@ -137,10 +136,9 @@ def test_image_folder_resumes_bit_for_bit(tmp_path):
 
     Another class in val is an error.
     """
-    project = copy_project(tmp_path / "a project", "04_ddp_torchrun/image_folder.py")
-    script, patch = project / "image_folder.py", COPIES / "image_folder_resume.diff"
-    fits = run(["patch", "-F0", script, patch], project)
-    assert fits.code == 0, fits  # it names the hunk that does not fit
+    path, patch = "04_ddp_torchrun/image_folder.py", "image_folder_resume.diff"
+    project = patched(tmp_path, path, patch)
+    script = project / "image_folder.py"
     module(ROOT / "tests/small/sitecustomize.py")
     from torchvision.utils import save_image
 
@@ -152,9 +150,7 @@ def test_image_folder_resumes_bit_for_bit(tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     options = "--size 32 --epochs 2 --batch-size 4 --workers 0 --data-dir".split()
     start = torchrun(script, 2, *options, project / "data")
-    running = Running(start, killed, OMP_NUM_THREADS=1, **WITH_TORCHVISION)
-    wait_until((killed / "checkpoint.pt").exists, running)
-    running.kill_all()
+    kill_after_a_save(start, killed / "checkpoint.pt", **WITH_TORCHVISION)
     for folder in (killed, whole):
         result = run(start, folder, OMP_NUM_THREADS=1, **WITH_TORCHVISION)
         assert ("starting at epoch 1\n" in result.output) == (folder == whole), result
