@@ -160,7 +160,7 @@ def evaluate(model, batches, length, device):
 
 
 def run(local_rank, args):  # DDP-0: what spawn() calls in each process
-    # PR_SET_PDEATHSIG (1): when the script dies, Linux sends SIGKILL (9)
+    # PR_SET_PDEATHSIG, SIGKILL: Linux kills this process when the script dies
     ctypes.CDLL(None).prctl(1, 9)
     train(local_rank, args)
     dist.destroy_process_group()  # DDP-1: after train() has released the model

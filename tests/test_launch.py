@@ -38,6 +38,7 @@ torchrun --nnodes=2 --node-rank=1 --nproc-per-node=2 --master-addr=10.0.0.1 \
 05_model_parallel | GPUS=1 | 6 | ALONE=2 HERE/train.py
 05_model_parallel | GPUS=1 SCRIPT=pipeline.py | 6 | ALONE=2 HERE/pipeline.py
 06_checkpointing | GPUS=1 | | ALONE=gpu --max-restarts=3 HERE/train.py
+06_checkpointing | SCRIPT=my.py | 6 | ALONE=2 --max-restarts=3 my.py
 06_checkpointing | RDZV_ENDPOINT=h:29400 'RDZV_ID=a run' | 6 | torchrun --nnodes=1:2 \
 --nproc-per-node=2 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=a run \
 --rdzv-endpoint=h:29400 HERE/train.py

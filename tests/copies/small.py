@@ -1,20 +1,22 @@
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils import data
 
 
 def main():
     torch.manual_seed(0)
     points = torch.randn(1000, 2)
     labels = (points.norm(dim=1) < 1).long()  # inside the circle
-    train_set = TensorDataset(points[:700], labels[:700])
-    test_set = TensorDataset(points[700:], labels[700:])
+    train = data.TensorDataset(points[:700], labels[:700])
+    test = data.TensorDataset(points[700:], labels[700:])
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda")
     model = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 2)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    train_loader = DataLoader(train_set, batch_size=16, shuffle=True)
-    test_loader = DataLoader(test_set, batch_size=100)
+    train_loader = data.DataLoader(train, 16, shuffle=True)
+    test_loader = data.DataLoader(test, 100)
     for epoch in range(5):
         for x, y in train_loader:
             loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
@@ -23,10 +25,10 @@ def main():
             optimizer.zero_grad()
         correct = torch.zeros(2, device=device)  # correct samples, all samples
         for x, y in test_loader:
-            right = model(x.to(device)).argmax(1) == y.to(device)
-            correct += torch.stack([right.sum(), torch.tensor(len(y), device=device)])
-        print(f"epoch {epoch}  accuracy {correct[0] / correct[1]:.4f}")
+            correct[0] += (model(x.to(device)).argmax(1) == y.to(device)).sum()
+            correct[1] += len(y)
         torch.save(model.state_dict(), "model.pt")
+        print(f"epoch {epoch}  accuracy {correct[0] / correct[1]:.4f}")
 
 
 if __name__ == "__main__":
