@@ -3,6 +3,7 @@
 import pickle
 import re
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from helpers import (
     lines,
     load,
     module,
+    run,
     train,
     without_batch_norm,
 )
@@ -131,6 +133,12 @@ def test_resumes_on_another_number_of_ranks(name, ranks, tmp_path):
                 (kept[1] / ".metadata").unlink()
     assert [*dict.fromkeys(lines(*results))] == lines(whole)
     assert distance(tmp_path / "run/mnist.pt", tmp_path / "whole/mnist.pt") < 1e-12
+    if name == "fsdp":  # 07's page: the weights of a checkpoint in one file
+        convert = "torch.distributed.checkpoint.format_utils", "dcp_to_torch"
+        newest = max((tmp_path / "run/checkpoint").iterdir())
+        run([sys.executable, "-m", *convert, newest, "all.pt"], tmp_path)
+        weights = load(tmp_path / "all.pt")["model"]
+        assert distance(weights, tmp_path / "run/mnist.pt") == 0
 
 
 # What is rejected
