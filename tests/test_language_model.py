@@ -1,11 +1,16 @@
-"""06's language model computes on any ranks what one process does, and resumes."""
+"""06's language model computes on any ranks what one process does, and resumes.
+
+So does 07's fsdp.py with the patch for this model.
+"""
 
 import copy
 import re
+import shutil
 
 import pytest
 import torch
 from helpers import (
+    ROOT,
     SEED,
     Running,
     copy_project,
@@ -15,6 +20,7 @@ from helpers import (
     lines,
     module,
     order_of,
+    patched,
     torchrun,
     train,
     wait_for,
@@ -39,7 +45,7 @@ def script(tmp_path):
     return script
 
 
-def train_alone(script):
+def train_alone(script, decay=0.98):
     """Train in one process, with 12 sequences per step; returns what is compared."""
     text = torch.tensor([*TEXT])
     train_set, test_set = [
@@ -70,7 +76,7 @@ def train_alone(script):
             optimizer.param_groups[0]["lr"] = 0.05 * (12 / 256) ** 0.5 * factor
             optimizer.step()
             weights = parameters_to_vector(model.parameters()).detach()
-            average = weights if average is None else 0.98 * average + 0.02 * weights
+            average = weights if average is None else average.lerp(weights, 1 - decay)
         vector_to_parameters(average, averaged.parameters())
         perplexities.append(f"{mean_loss(averaged, test_set).exp():.4f}")
     return perplexities, dict(averaged.state_dict())
@@ -110,3 +116,21 @@ def test_a_killed_run_resumes_bit_for_bit(script, tmp_path):
     for content, error in (("other" * 51, "has {'text': "), ("short", "text is too")):
         (one / "text").write_text(content)
         assert error in train(script, 1, *OPTIONS, cwd=one, code=1).errors
+
+
+def test_fsdp_does_the_same(tmp_path, float64):
+    """Without clipping; killed on two ranks, and resumed on three."""
+    script = patched(tmp_path, "07_slurm/fsdp.py", "fsdp_language_model.diff")
+    shutil.copy(ROOT / "06_checkpointing/language_model.py", script)
+    perplexities, weights = train_alone(script / "language_model.py", decay=0)
+    script /= "fsdp.py"
+    double = "torch.set_default_dtype(torch.float64)"
+    double = f"{double}\ntorch.Tensor.float = torch.Tensor.double\n"
+    edit(script, "as dist\n", f"as dist\n{double}")
+    edit(script, "model.parameters(), 1.0", "model.parameters(), torch.inf")
+    (tmp_path / "text").write_bytes(TEXT)
+    options = ["--width=128", "--depth=2", "--recompute", "--accumulate=2"]
+    kill_in_the_second_epoch(script, *options, "--batch-size=3", cwd=tmp_path)
+    whole = train(script, 3, *OPTIONS, *options, "--batch-size=2", cwd=tmp_path)
+    assert re.findall(r"perplexity (\S+)", whole.output) == perplexities[1:]
+    assert distance(weights, tmp_path / "model.pt") < 1e-9

@@ -163,9 +163,10 @@ def test_by_hand_in_an_allocation(cluster, project, tmp_path):
     """The page's commands: four ranks by torchrun, and the same four by srun."""
     shutil.copytree(project, tmp_path, dirs_exist_ok=True)
     page = (ROOT / "07_slurm/README.md").read_text()
-    allocate, commands = re.search(r"\n(salloc .*)\n([^`]*)", page).groups()
+    _, page = page.split("## Without sbatch")
+    allocate, *commands = re.findall(r"```sh\n([^`]*)", page)
     options = f"{' '.join(OPTIONS)} --output $((++n)).pt"
-    commands = "n=0\n" + commands.replace("train.py ", f"train.py {options} ")
+    commands = "n=0\n" + "".join(commands).replace("train.py ", f"train.py {options} ")
     command = [*allocate.split(), "bash", "-euc", commands]
     cluster.run(*command, folder=tmp_path, OMP_NUM_THREADS="1")
     assert equal(tmp_path / "1.pt", tmp_path / "2.pt")
