@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build the image and train in a container; the current directory is its volume /work. Run the same
 # command again to resume:
-#   bash 08_docker/run.sh --epochs 5 --checkpoint run1.ckpt
+#   bash 08_docker/run.sh --epochs 5 --checkpoint docker.ckpt
 # Two machines, with NODE_RANK=1 on the second; MASTER_ADDR is an address of the first:
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash 08_docker/run.sh
 set -eu

@@ -52,7 +52,7 @@ def test_small_resumes_bit_for_bit(tmp_path):
     kill_after_a_save(torchrun(script, 2, *options), killed / "a run.ckpt")
     start, rest = train(script, 2, *options, cwd=killed).output.split("\n", 1)
     output = train(script, 2, *options, cwd=whole).output
-    assert start != "starting at epoch 0" and rest and output.endswith(rest)
+    assert start != "starting at epoch 0 on 2 ranks" and rest and output.endswith(rest)
     for name in ("a run.ckpt", "a run.pt"):
         assert equal(killed / name, whole / name)
 

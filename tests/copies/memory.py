@@ -5,6 +5,7 @@ python memory.py fsdp --ranks 8 --amp
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,9 +25,8 @@ TOKENS, WIDTH, DEPTH, WORDS = 4096, 4096, 32, 32000
 
 
 class Model(nn.Module):  # 1. your model, with a list of blocks
-    def __init__(self, recompute):
+    def __init__(self):
         super().__init__()
-        self.recompute = recompute
         self.words = nn.Embedding(WORDS, WIDTH)
         self.positions = nn.Embedding(TOKENS, WIDTH)
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(DEPTH))
@@ -35,10 +35,7 @@ class Model(nn.Module):  # 1. your model, with a list of blocks
     def forward(self, text):
         x = self.words(text) + self.positions.weight
         for block in self.blocks:
-            if self.recompute:
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
+            x = block(x)
         return self.head(self.norm(x)).float()
 
 
@@ -74,7 +71,10 @@ if __name__ == "__main__":
     copies = args.ranks // shards
     mesh = init_device_mesh("cpu", (copies, shards), mesh_dim_names=("copy", "shard"))
     with FakeTensorMode():
-        model = Model(args.recompute)
+        model = Model()
+        if args.recompute:
+            for block in model.blocks:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         if fsdp:
             shard(model, mesh if copies > 1 else mesh["shard"], args.amp)
         tracker = MemTracker()
