@@ -16,10 +16,10 @@ if [ "$NPROC" != gpu ]; then # with GPUs, torchrun's default of one thread is en
 fi
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # else restarted processes may find old addresses
 
-if [ -z "${RDZV_ENDPOINT:-}" ] && [ "${NNODES:-1}" = 1 ]; then
+if [ -z "${RDZV_ENDPOINT:-}${RDZV_ID:-}" ] && [ "${NNODES:-1}" = 1 ]; then
   exec torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node="$NPROC" --max-restarts=3 \
     "$script" "$@"
 fi
 exec torchrun --nnodes="${NNODES:-1:2}" --nproc-per-node="$NPROC" --max-restarts=3 \
   --rdzv-backend=c10d --rdzv-id="${RDZV_ID:?a name of this run, the same on all machines}" \
-  --rdzv-endpoint="$RDZV_ENDPOINT" "$script" "$@"
+  --rdzv-endpoint="${RDZV_ENDPOINT:?an address and a port of the first machine}" "$script" "$@"
