@@ -48,18 +48,18 @@ def test_small_resumes_bit_for_bit(tmp_path):
     edit(script, "range(first, 5)", "range(first, 20)")
     edit(script, "nn.ReLU()", "nn.ReLU(), nn.Dropout(0.1)")
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    options = ["--checkpoint", "new/a run.ckpt", "--output", "a run.pt"]
-    kill_after_a_save(torchrun(script, 2, *options), killed / "new/a run.ckpt")
+    options = ["--checkpoint", "a run.ckpt", "--output", "new/a run.pt"]
+    kill_after_a_save(torchrun(script, 2, *options), killed / "a run.ckpt")
     start, rest = train(script, 2, *options, cwd=killed).output.split("\n", 1)
     output = train(script, 2, *options, cwd=whole).output
     assert start != "starting at epoch 0 on 2 ranks" and rest and output.endswith(rest)
-    for name in ("new/a run.ckpt", "a run.pt"):
+    for name in ("a run.ckpt", "new/a run.pt"):
         assert equal(killed / name, whole / name)
-    (whole / "new/a run.ckpt").unlink()
+    (whole / "a run.ckpt").unlink()
     edit(script, "loss.backward()", "(loss * torch.nan).backward()")
     failed = train(script, 2, *options, cwd=whole, code=1)
     assert "a weight is NaN: nothing is saved" in failed.errors, failed
-    assert equal(killed / "a run.pt", whole / "a run.pt")
+    assert equal(killed / "new/a run.pt", whole / "new/a run.pt")
 
 
 def printed_and_drawn(result, folder):
