@@ -1,8 +1,6 @@
 #!/usr/bin/env bash
-# One machine; run the same command again to resume:
+# One machine; run the same command again to resume (another script: SCRIPT=my.py before bash):
 #   bash 06_checkpointing/run.sh --checkpoint run1.ckpt
-# Another script that resumes:
-#   SCRIPT=my.py bash 06_checkpointing/run.sh --checkpoint run1.ckpt
 # Elastic, the same command on each of one or two machines with a shared disk:
 #   RDZV_ID=1 RDZV_ENDPOINT=10.0.0.1:29400 bash 06_checkpointing/run.sh --checkpoint /shared/run1.ckpt
 # The output of each rank in a file, and only rank 0's on the screen (torchrun reads PET_...):

@@ -120,10 +120,10 @@ def test_a_killed_run_resumes_bit_for_bit(script, tmp_path):
 
 def test_fsdp_does_the_same(tmp_path, float64):
     """Without clipping; killed on two ranks, and resumed on three."""
-    script = patched(tmp_path, "07_slurm/fsdp.py", "fsdp_language_model.diff")
-    shutil.copy(ROOT / "06_checkpointing/language_model.py", script)
-    perplexities, weights = train_alone(script / "language_model.py", decay=0)
-    script /= "fsdp.py"
+    project = patched(tmp_path, "07_slurm/fsdp.py", "fsdp_language_model.diff")
+    shutil.copy(ROOT / "06_checkpointing/language_model.py", project)
+    perplexities, weights = train_alone(project / "language_model.py", decay=0)
+    script = project / "fsdp.py"
     double = "torch.set_default_dtype(torch.float64)"
     double = f"{double}\ntorch.Tensor.float = torch.Tensor.double\n"
     edit(script, "as dist\n", f"as dist\n{double}")
