@@ -66,6 +66,7 @@ def train(args):
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_then_decay((step + 0.5) / steps)
     )
+    print(f"starting on {device}", flush=True)
 
     # 5. Train and evaluate
     for epoch in range(1, args.epochs + 1):
@@ -83,17 +84,16 @@ def train(args):
             scheduler.step()
             total[0] += loss.detach() * len(labels)
             total[1] += len(labels)
-        loss = (total[0] / total[1]).item()  # waits for the GPU
+        total, count = total.tolist()  # waits for the GPU
         seconds = time.perf_counter() - start
         accuracy = evaluate(model, test_loader, len(test_set), device)
         print(
-            f"epoch {epoch}/{args.epochs}  loss {loss:.4f}  accuracy {accuracy:.4f}"
-            f"  {seconds:.1f} s  {total[1] / seconds:.0f} images/s",
+            f"epoch {epoch}/{args.epochs}  loss {total / count:.4f}"
+            f"  accuracy {accuracy:.4f}  {seconds:.1f} s"
+            f"  {count / seconds:.0f} images/s",
             flush=True,
         )
-
-    # 6. Save
-    torch.save(model.state_dict(), args.output)
+        torch.save(model.state_dict(), args.output)
 
 
 @torch.no_grad()

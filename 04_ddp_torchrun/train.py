@@ -72,7 +72,8 @@ def train(args):
     model = ConvNet().to(device)
     if args.sync_bn:  # DDP-2: convert BatchNorm before the model is wrapped
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    ddp_model = DDP(model)  # DDP-2: all ranks get the weights of rank 0
+    # DDP-2: all ranks get the weights of rank 0; gradients need no second copy
+    ddp_model = DDP(model, gradient_as_bucket_view=True)
     if args.compile:
         ddp_model = torch.compile(ddp_model)
     torch.manual_seed(args.seed + rank)  # DDP-3: for dropout, differs between ranks
@@ -88,6 +89,8 @@ def train(args):
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_then_decay((step + 0.5) / steps)
     )
+    if rank == 0:  # DDP-4: log on rank 0 only
+        print(f"starting on {world_size} ranks, {device}", flush=True)
 
     # 5. Train and evaluate
     for epoch in range(1, args.epochs + 1):
@@ -111,19 +114,17 @@ def train(args):
         # DDP-2: an error if a weight is NaN or differs between the ranks
         check_same_model(model)
         dist.all_reduce(total)  # DDP-5: the sum over all ranks
-        loss = (total[0] / total[1]).item()  # waits for the GPU
+        total, count = total.tolist()  # waits for the GPU
         seconds = time.perf_counter() - start
         accuracy = evaluate(model, test_loader, len(test_set), device)
-        if rank == 0:  # DDP-4: log on rank 0 only
+        if rank == 0:  # DDP-4: log and save on rank 0 only
             print(
-                f"epoch {epoch}/{args.epochs}  loss {loss:.4f}  accuracy {accuracy:.4f}"
-                f"  {seconds:.1f} s  {total[1] / seconds:.0f} images/s",
+                f"epoch {epoch}/{args.epochs}  loss {total / count:.4f}"
+                f"  accuracy {accuracy:.4f}  {seconds:.1f} s"
+                f"  {count / seconds:.0f} images/s",
                 flush=True,
             )
-
-    # 6. Save
-    if rank == 0:  # DDP-4: save on rank 0 only
-        torch.save(model.state_dict(), args.output)
+            torch.save(model.state_dict(), args.output)
 
 
 @torch.no_grad()

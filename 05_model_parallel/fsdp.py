@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder of common/
-from common.checks import check_equal
+from common.checks import check_equal, check_same_model
 from common.data import load_mnist
 from common.gather import gather_in_order
 from common.model import VisionTransformer, warmup_then_decay
@@ -77,8 +77,7 @@ def train(args):
     whole = VisionTransformer(args.width, args.depth) if rank == 0 else None
     with torch.device("meta"):
         model = VisionTransformer(args.width, args.depth, args.recompute)
-    # FSDP-2: a mesh says which ranks share a model: here all of them. Their shards
-    # differ, so check_same_model cannot compare them, and nothing looks for NaN
+    # FSDP-2: a mesh says which ranks share a model: here all of them
     mesh = init_device_mesh(args.device, (world_size,))
     policy = MixedPrecisionPolicy()  # float32
     if args.amp:  # not autocast: FSDP also sends bfloat16; it sums float32
@@ -116,6 +115,8 @@ def train(args):
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_then_decay((step + 0.5) / steps)
     )
+    if rank == 0:  # DDP-4: log on rank 0 only
+        print(f"starting on {world_size} ranks, {device}", flush=True)
 
     # 5. Train and evaluate
     for epoch in range(1, args.epochs + 1):
@@ -137,14 +138,17 @@ def train(args):
             scheduler.step()
             total[0] += loss.detach() * len(labels)
             total[1] += len(labels)
+        # FSDP-2: an error if a weight is NaN or the ranks used different layers
+        check_same_model(model)
         dist.all_reduce(total)  # DDP-5: the sum over all ranks
-        loss = (total[0] / total[1]).item()  # waits for the GPU
+        total, count = total.tolist()  # waits for the GPU
         seconds = time.perf_counter() - start
         accuracy = evaluate(model, test_loader, len(test_set), device)
         if rank == 0:  # DDP-4: log on rank 0 only
             print(
-                f"epoch {epoch}/{args.epochs}  loss {loss:.4f}  accuracy {accuracy:.4f}"
-                f"  {seconds:.1f} s  {total[1] / seconds:.0f} images/s",
+                f"epoch {epoch}/{args.epochs}  loss {total / count:.4f}"
+                f"  accuracy {accuracy:.4f}  {seconds:.1f} s"
+                f"  {count / seconds:.0f} images/s",
                 flush=True,
             )
 

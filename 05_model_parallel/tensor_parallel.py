@@ -99,6 +99,8 @@ def train(args):
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_then_decay((step + 0.5) / steps)
     )
+    if rank == 0:  # DDP-4: log on rank 0 only
+        print(f"starting on {world_size} ranks, {device}", flush=True)
 
     # 5. Train and evaluate
     for epoch in range(1, args.epochs + 1):
@@ -118,13 +120,14 @@ def train(args):
             scheduler.step()
             total[0] += loss.detach() * len(labels)
             total[1] += len(labels)
-        loss = (total[0] / total[1]).item()  # waits for the GPU
+        total, count = total.tolist()  # waits for the GPU
         seconds = time.perf_counter() - start
         accuracy = evaluate(model, test_loader, len(test_set), device)
         if rank == 0:  # DDP-4: log on rank 0 only
             print(
-                f"epoch {epoch}/{args.epochs}  loss {loss:.4f}  accuracy {accuracy:.4f}"
-                f"  {seconds:.1f} s  {total[1] / seconds:.0f} images/s",
+                f"epoch {epoch}/{args.epochs}  loss {total / count:.4f}"
+                f"  accuracy {accuracy:.4f}  {seconds:.1f} s"
+                f"  {count / seconds:.0f} images/s",
                 flush=True,
             )
 

@@ -30,8 +30,8 @@ def parse_args():
     add = parser.add_argument
     # MP-1: two devices for each process of this machine
     needed = 2 * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    gpu = torch.cuda.device_count() >= needed
-    devices = [f"cuda:{index}" if gpu else "cpu" for index in range(needed)]
+    gpus = torch.cuda.device_count()
+    devices = [f"cuda:{index}" if gpus else "cpu" for index in range(needed)]
     add("--epochs", type=int, default=1, help="default: %(default)s")
     add("--batch-size", type=int, default=64, help="images per process: %(default)s")
     add("--lr", type=float, default=0.03, help="peak rate for 256 images: %(default)s")
@@ -42,7 +42,10 @@ def parse_args():
     add("--devices", default=",".join(devices), help="two per process: %(default)s")
     # MP-3: how many micro-batches
     add("--chunks", type=int, default=4, help="micro-batches per step: %(default)s")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if f"cuda:{gpus}" in args.devices:  # MP-1: there is no such GPU
+        parser.error(f"{needed} GPUs are needed, {gpus} found: change --devices")
+    return args
 
 
 class SplitConvNet(ConvNet):
@@ -102,7 +105,7 @@ def train(args):
     # 3. Model
     model = SplitConvNet((first, second), args.chunks)
     # MP-4: no device_ids, because the model is on two devices
-    ddp_model = DDP(model)
+    ddp_model = DDP(model, gradient_as_bucket_view=True)
     torch.manual_seed(args.seed + rank)  # DDP-3: for dropout, differs between ranks
 
     # 4. Loss and optimizer
@@ -116,6 +119,8 @@ def train(args):
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_then_decay((step + 0.5) / steps)
     )
+    if rank == 0:  # DDP-4: log on rank 0 only
+        print(f"starting on {world_size} ranks, {args.devices}", flush=True)
 
     # 5. Train and evaluate
     for epoch in range(1, args.epochs + 1):
@@ -139,21 +144,19 @@ def train(args):
             total[0] += loss.detach() * len(labels)
             total[1] += len(labels)
         dist.all_reduce(total)  # DDP-5: the sum over all ranks
-        loss = (total[0] / total[1]).item()  # waits for the GPU
+        total, count = total.tolist()  # waits for the GPU
         seconds = time.perf_counter() - start
         accuracy = evaluate(model, test_loader, len(test_set))
-        if rank == 0:  # DDP-4: log on rank 0 only
+        if rank == 0:  # DDP-4: log and save on rank 0 only
             print(
-                f"epoch {epoch}/{args.epochs}  loss {loss:.4f}  accuracy {accuracy:.4f}"
-                f"  {seconds:.1f} s  {total[1] / seconds:.0f} images/s",
+                f"epoch {epoch}/{args.epochs}  loss {total / count:.4f}"
+                f"  accuracy {accuracy:.4f}  {seconds:.1f} s"
+                f"  {count / seconds:.0f} images/s",
                 flush=True,
             )
-
-    # 6. Save
-    if rank == 0:  # DDP-4: save on rank 0 only
-        # MP-5: like the weights of a plain ConvNet on the CPU
-        weights = {name: part.cpu() for name, part in model.state_dict().items()}
-        torch.save(weights, args.output)
+            # MP-5: like the weights of a plain ConvNet on the CPU
+            weights = {name: part.cpu() for name, part in model.state_dict().items()}
+            torch.save(weights, args.output)
 
 
 @torch.no_grad()

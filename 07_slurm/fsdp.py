@@ -12,7 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-ctypes.CDLL(None).prctl(1, 9)  # CKPT-1: SIGKILL if torchrun dies, else two runs save
+# CKPT-1: PR_SET_PDEATHSIG, SIGKILL: if torchrun dies, so does this, or two runs save
+ctypes.CDLL(None).prctl(1, 9)
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder of common/
-from common.checks import check_equal, wait_for_file
+from common.checks import check_equal, check_same_model, wait_for_file
 from common.data import load_mnist
 from common.gather import gather_in_order
 from common.model import VisionTransformer, warmup_then_decay
@@ -79,6 +79,8 @@ def train(args):
     if args.shards and world_size % args.shards:  # FSDP-2: copies of equal size
         raise ValueError(f"--shards {args.shards} does not divide {world_size} ranks")
     torch.manual_seed(args.seed)
+    if args.output == args.checkpoint:  # CKPT-1: the weights would overwrite it
+        raise ValueError("--output and --checkpoint must be different files")
     for path in (args.output, args.checkpoint):
         path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -142,7 +144,7 @@ def train(args):
     if progress["epoch"] > args.epochs:  # CKPT-3: fewer --epochs than before
         raise ValueError(f"{args.checkpoint} has {progress}: give more --epochs")
     if rank == 0:  # DDP-4: log on rank 0 only
-        print(f"starting at {progress} on {world_size} ranks", flush=True)
+        print(f"starting at {progress} on {world_size} ranks, {device}", flush=True)
 
     def seed_step():  # CKPT-4: a resume on as many ranks draws the same noise
         seen = (progress["epoch"] - 1) * length + progress["done"]
@@ -160,11 +162,8 @@ def train(args):
         start, done_before = time.perf_counter(), progress["done"]
         # the sum of the losses, and the number of images
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        # DDP-4: hide the progress bar on other ranks (True) and in files (None)
-        hide = rank > 0 or None
         seed_step()  # CKPT-4: iter() seeds workers, or a resume repeats epoch 1's noise
         batches = stops.iterate(train_loader)  # STOP-1: a signal must not end workers
-        batches = tqdm(batches, f"epoch {epoch}", leave=False, disable=hide)
         seed_step()  # CKPT-4: again, because iter() has drawn a number
         for step, batch in enumerate(batches, start=1):
             images, labels = [part.to(device, non_blocking=True) for part in batch]
@@ -186,29 +185,29 @@ def train(args):
             last = step == len(train_loader)
             stop = stops.vote()  # STOP-1: all ranks stop together, or some would hang
             if stop or last or done // global_batch % args.save_every == 0:
-                if any(part.to_local().isnan().any() for part in model.parameters()):
-                    raise ValueError("a weight is NaN: nothing is saved")  # ends all
-                save_checkpoint(args.checkpoint, model, optimizer, progress, must_match)
+                # FSDP-2: an error if a weight is NaN or the ranks used different layers
+                check_same_model(model)
                 dist.all_reduce(total)  # DDP-5: the sum over all ranks
+                save_checkpoint(args.checkpoint, model, optimizer, progress, must_match)
                 if rank == 0:  # DDP-4: log on rank 0 only
-                    tqdm.write(
+                    print(
                         f"epoch {epoch}/{args.epochs}  {done / length:.0%}"
-                        f"  loss {total[0] / total[1]:.4f}"
+                        f"  loss {total[0] / total[1]:.4f}",
+                        flush=True,
                     )
                 total.zero_()  # CKPT-4: so the next loss is the same after a resume
             if stop:  # STOP-1: wait for rank 0: torchrun kills all ranks if one fails
                 if rank == 0:
-                    tqdm.write("stopped: the same command resumes")
+                    print("stopped: the same command resumes", flush=True)
                 dist.barrier()
                 return 1
             seed_step()  # CKPT-4: before the next batch is fetched and augmented
         seconds = time.perf_counter() - start
         accuracy = evaluate(model, stops.iterate(test_loader), len(test_set), device)
         if rank == 0:  # DDP-4: log on rank 0 only
-            rate = (length - done_before) / seconds
             print(
                 f"epoch {epoch}/{args.epochs}  accuracy {accuracy:.4f}"
-                f"  {seconds:.1f} s  {rate:.0f} images/s",
+                f"  {seconds:.1f} s  {(length - done_before) / seconds:.0f} images/s",
                 flush=True,
             )
         progress["done"] = 0
@@ -235,12 +234,12 @@ def evaluate(model, batches, length, device):
 def rest_of_epoch(length, seed, done):  # CKPT-4: no sampler of torch starts at `done`
     """Return this rank's share of the indices after the first `done` of the epoch.
 
-    Ranks take turns: the first `done` are used up. Padded, so all have as many steps.
+    Ranks take turns: the first `done` are used up. The first ones fill the last turn.
     """
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    padding = order[: (done - length) % world_size]
-    return torch.cat([order[done:], padding])[rank::world_size].tolist()
+    turns = torch.arange(done, length, world_size)
+    return order[(turns + rank) % length].tolist()
 
 
 def save_whole(model, path):  # FSDP-4: all ranks take part, rank 0 gets the weights
@@ -263,6 +262,7 @@ def save_checkpoint(folder, model, optimizer, progress, must_match):
         kept = sorted(file.parent for file in folder.glob("epoch-*/.metadata"))[-2:]
         for old in folder.glob("epoch-*-done-*"):  # even if a kill left it incomplete
             if old < kept[0]:  # older than the last two complete ones
+                (old / ".metadata").unlink(missing_ok=True)  # first: it is incomplete
                 shutil.rmtree(old, ignore_errors=True)
 
 
@@ -277,10 +277,7 @@ def load_newest(folder, model, optimizer, progress, must_match):
         if state["must_match"] != must_match:
             raise ValueError(f"{folder} has {state['must_match']}, not {must_match}")
         # the weights are loaded; this gives moments, lr, ... to the optimizer
-        weights, moments = state["model"], state["optimizer"]
-        dcp_state.set_state_dict(
-            model, optimizer, model_state_dict=weights, optim_state_dict=moments
-        )
+        dcp_state.set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
 def state_of(model, optimizer, progress, must_match):  # FSDP-5: to save and load

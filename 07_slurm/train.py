@@ -12,7 +12,8 @@ import time
 import zipfile
 from pathlib import Path
 
-ctypes.CDLL(None).prctl(1, 9)  # CKPT-1: SIGKILL if torchrun dies, else two runs save
+# CKPT-1: PR_SET_PDEATHSIG, SIGKILL: if torchrun dies, so does this, or two runs save
+ctypes.CDLL(None).prctl(1, 9)
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,8 @@ def train(args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     check_equal(**vars(args))  # DDP-1: an error if a machine has different options
     torch.manual_seed(args.seed)
+    if args.output == args.checkpoint:  # CKPT-1: the weights would overwrite it
+        raise ValueError("--output and --checkpoint must be different files")
     for path in (args.output, args.checkpoint):
         path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -86,7 +89,8 @@ def train(args):
     model = ConvNet().to(device)
     if args.sync_bn:  # DDP-2: convert BatchNorm before the model is wrapped
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    ddp_model = DDP(model)  # DDP-2: all ranks get the weights of rank 0
+    # DDP-2: all ranks get the weights of rank 0; gradients need no second copy
+    ddp_model = DDP(model, gradient_as_bucket_view=True)
     if args.compile:
         ddp_model = torch.compile(ddp_model)
 
@@ -109,7 +113,7 @@ def train(args):
     if progress["epoch"] > args.epochs:  # CKPT-3: fewer --epochs than before
         raise ValueError(f"{args.checkpoint} has {progress}: give more --epochs")
     if rank == 0:  # DDP-4: log on rank 0 only
-        print(f"starting at {progress} on {world_size} ranks", flush=True)
+        print(f"starting at {progress} on {world_size} ranks, {device}", flush=True)
 
     def seed_step():  # CKPT-4: a resume on as many ranks draws the same noise
         seen = (progress["epoch"] - 1) * length + progress["done"]
@@ -156,12 +160,13 @@ def train(args):
                 # DDP-2: an error if a weight is NaN or differs between the ranks
                 check_same_model(model)
                 dist.all_reduce(total)  # DDP-5: the sum over all ranks
-                if rank == 0:  # DDP-4: the others wait for rank 0 in the next step
+                if rank == 0:  # DDP-4: the others wait for rank 0 below
                     save_checkpoint(args.checkpoint, stateful, progress, must_match)
                     tqdm.write(
                         f"epoch {epoch}/{args.epochs}  {done / length:.0%}"
                         f"  loss {total[0] / total[1]:.4f}"
                     )
+                wait_for_file(args.checkpoint)  # CKPT-1: an error without a shared disk
                 total.zero_()  # CKPT-4: so the next loss is the same after a resume
             if stop:  # STOP-1: wait for rank 0: torchrun kills all ranks if one fails
                 if rank == 0:
@@ -172,10 +177,9 @@ def train(args):
         seconds = time.perf_counter() - start
         accuracy = evaluate(model, stops.iterate(test_loader), len(test_set), device)
         if rank == 0:  # DDP-4: log and save on rank 0 only
-            rate = (length - done_before) / seconds
             print(
                 f"epoch {epoch}/{args.epochs}  accuracy {accuracy:.4f}"
-                f"  {seconds:.1f} s  {rate:.0f} images/s",
+                f"  {seconds:.1f} s  {(length - done_before) / seconds:.0f} images/s",
                 flush=True,
             )
             save_file(model.state_dict(), args.output)
@@ -200,12 +204,12 @@ def evaluate(model, batches, length, device):
 def rest_of_epoch(length, seed, done):  # CKPT-4: no sampler of torch starts at `done`
     """Return this rank's share of the indices after the first `done` of the epoch.
 
-    Ranks take turns: the first `done` are used up. Padded, so all have as many steps.
+    Ranks take turns: the first `done` are used up. The first ones fill the last turn.
     """
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    padding = order[: (done - length) % world_size]
-    return torch.cat([order[done:], padding])[rank::world_size].tolist()
+    turns = torch.arange(done, length, world_size)
+    return order[(turns + rank) % length].tolist()
 
 
 def save_checkpoint(path, stateful, progress, must_match):  # CKPT-1: on rank 0

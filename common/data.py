@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from common.gather import all_gather_objects
+
 # 1,797 digits, each of 64 pixels and a label
 DIGITS = Path(__file__).resolve().with_name("digits.bin")
 BYTES = {  # the size of each file of MNIST
@@ -31,11 +33,9 @@ def load_mnist(folder=None, download=True):
     if folder and folder.resolve() == DIGITS.parent:
         return load_digits()
     raw = Path(folder or "data", "MNIST", "raw")
-    problems = [download_mnist(raw) if download else None]
-    if dist.is_initialized():  # collect the problems of all machines
-        problem, problems = problems[0], [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-    problem = next(filter(None, problems), None)
+    problem = download_mnist(raw) if download else None
+    if dist.is_initialized():  # the first problem of any machine
+        problem = next(filter(None, all_gather_objects(problem)), None)
     if problem and folder:
         raise FileNotFoundError(problem)
     if problem:

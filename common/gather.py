@@ -20,6 +20,13 @@ def all_gather(tensor):
     return torch.stack(parts)
 
 
+def all_gather_objects(value):
+    """Return a list of the ranks' values, which may be any that pickle takes."""
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return every
+
+
 def gather_in_order(tensor, length):
     """Join the ranks' results in the order of the data set: [n, ...] to [length, ...].
 
