@@ -7,9 +7,11 @@
 #   PET_TEE=3 PET_LOG_DIR=logs PET_LOCAL_RANKS_FILTER=0 bash 06_checkpointing/run.sh
 set -eu
 script=${SCRIPT:-$(dirname "$0")/train.py}
-if command -v nvidia-smi >/dev/null; then NPROC=${NPROC:-gpu}; else NPROC=${NPROC:-2}; fi
-if [ "$NPROC" != gpu ]; then # with GPUs, torchrun's default of one thread is enough
-  cores=$(nproc)
+if [ "${NPROC:-0}" = 0 ]; then # one process per GPU, or two on the CPU
+  NPROC=$(python3 -c 'import torch; print(torch.cuda.device_count() or 2)')
+fi
+if [ "$NPROC" -gt 0 ] 2>/dev/null; then # a number: torchrun also takes gpu and auto
+  cores=$(nproc)                         # which the processes share
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(((cores + NPROC - 1) / NPROC))}
 fi
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # else restarted processes may find old addresses

@@ -6,9 +6,15 @@
 #SBATCH --requeue --signal=TERM@120 # TERM 120 s before the limit: time to save
 # module load python; . .venv/bin/activate # EDIT, and delete the first #
 run=${RUN:-mnist-$SLURM_JOB_ID} # names the files: a requeued job keeps its ID
+job=$SLURM_JOB_ID
+if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then # one element of an array
+  job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+  run=${run}_$SLURM_ARRAY_TASK_ID
+fi
+echo "run $run: ${SCRIPT:-07_slurm/train.py} $*" # a site may not pass RUN and SCRIPT on
 written() { stat -Lc %Y "$run.ckpt" 2>/dev/null; }
 before=$(written)
-case "$*" in *--check*) echo "set RUN=name instead of --checkpoint" && exit 2 ;; esac
+case " $* " in *" --checkpoint"[=\ ]*) echo "set RUN=name instead of --checkpoint" && exit 2 ;; esac
 address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 # seconds until torchrun kills (torch 2.11 or older: 30)
 trap '' TERM # this shell must outlive the signal: it waits for srun
@@ -20,7 +26,7 @@ srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun \
   "${SCRIPT:-07_slurm/train.py}" --checkpoint "$run.ckpt" --output "$run.pt" "$@" && exit
 
 # stopped or failed: requeue if $run.ckpt is new (no endless loop) and nobody cancelled it
-if [ "$(written)" != "$before" ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
-  scontrol requeue "$SLURM_JOB_ID"
+if [ "$(written)" != "$before" ] && [ "$(squeue -h -j "$job" -o %T)" = RUNNING ]; then
+  scontrol requeue "$job"
 fi
 exit 1
