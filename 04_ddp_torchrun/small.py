@@ -1,3 +1,5 @@
+"""Learn which points lie inside a circle."""
+
 import torch
 from torch import nn
 from torch.utils import data
@@ -9,24 +11,27 @@ def main():
     labels = (points.norm(dim=1) < 1).long()  # inside the circle
     train = data.TensorDataset(points[:700], labels[:700])
     test = data.TensorDataset(points[700:], labels[700:])
-
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda")
+    print(f"training on {device}")
     model = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 2)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     train_loader = data.DataLoader(train, 16, shuffle=True)
     test_loader = data.DataLoader(test, 100)
     for epoch in range(5):
+        model.train()
         for x, y in train_loader:
             loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+        model.eval()
         correct = torch.zeros(2, device=device)  # correct samples, all samples
-        for x, y in test_loader:
-            correct[0] += (model(x.to(device)).argmax(1) == y.to(device)).sum()
-            correct[1] += len(y)
+        with torch.no_grad():
+            for x, y in test_loader:
+                correct[0] += (model(x.to(device)).argmax(1) == y.to(device)).sum()
+                correct[1] += len(y)
         torch.save(model.state_dict(), "model.pt")
         print(f"epoch {epoch}  accuracy {correct[0] / correct[1]:.4f}")
 

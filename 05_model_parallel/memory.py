@@ -1,6 +1,6 @@
 """The peak memory of one of N ranks in a training step, with fake tensors: no GPU.
 
-python memory.py fsdp --ranks 8 --amp
+python 05_model_parallel/memory.py fsdp --ranks 8 --amp
 """
 
 import argparse
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # the folder of common/
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder of common/
 from common.model import Block
 
 TOKENS, WIDTH, DEPTH, WORDS = 4096, 4096, 32, 32000
@@ -85,12 +85,13 @@ if __name__ == "__main__":
             if fsdp:
                 own = [part.to_local() for part in own]
             held = [torch.zeros_like(part) for part in (*own, *own)]  # AdamW's state
-            if not fsdp:  # DDP's buckets, a copy of the gradients
-                held += [torch.zeros_like(part) for part in own]
+            if not fsdp:  # DDP's buckets always hold the gradients
+                for part in own:
+                    part.grad = torch.zeros_like(part)
             with torch.autocast("cpu", torch.bfloat16, args.amp and not fsdp):
                 loss = loss_of(model)
             loss.backward()
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     # weights, gradients, AdamW's state and, if not fused, a copy of half of it
-    step = (5 if fsdp else 6) * sum(part.nbytes for part in own)
+    step = 5 * sum(part.nbytes for part in own)
     print(f"peak {max(peak, step) / 1e9:.2f} GB")
