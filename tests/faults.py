@@ -7,6 +7,7 @@ import itertools
 import os
 import pkgutil
 import runpy
+import shutil
 import signal
 import sys
 import time
@@ -46,12 +47,12 @@ def with_a_parameter(value, change):
 
 
 def loss_of_the_plain_model():
-    parallel.DistributedDataParallel = lambda model: model
+    parallel.DistributedDataParallel = lambda model, **_: model
 
 
 def bfloat16_after_ddp():
     name = "torch.nn.parallel.DistributedDataParallel"
-    replace(name, lambda ddp: lambda model: (ddp(model), model.bfloat16())[0])
+    replace(name, lambda ddp: lambda model, **_: (ddp(model), model.bfloat16())[0])
 
 
 def set_by_the_forward():
@@ -73,11 +74,78 @@ def edit_on_one_rank():
     register_optimizer_step_post_hook(edit)
 
 
+def with_two_layers(names, change):
+    """Both models get two equal layers with these names; change() applies them."""
+
+    def with_layers(make):
+        def made(*size):
+            model = make(*size)
+            for name in names:
+                model.add_module(name, torch.nn.Linear(10, 10))
+            model.register_forward_hook(lambda model, _, logits: change(model, logits))
+            return model
+
+        return made
+
+    for name in ("ConvNet", "VisionTransformer"):
+        replace(f"common.model.{name}", with_layers)
+
+
+def another_order_on_rank_1():
+    """As if a model registered its layers from a set."""
+    names = ["left", "right"]
+    if rank == 1:
+        names.reverse()
+    with_two_layers(names, lambda model, logits: model.right(model.left(logits)))
+
+
+def another_layer_on_rank_1():
+    """As with a head for each data set: FSDP would add up gradients of both heads."""
+    with_two_layers(
+        ["left", "right"],
+        lambda model, logits: (model.right if rank == 1 else model.left)(logits),
+    )
+
+
+def nan_in_one_row():
+    """Of an embedding, of which no other row gets it."""
+
+    def change(model):
+        weight = torch.zeros(1000, 8)
+        weight[777] = torch.nan
+        model.words = torch.nn.Embedding.from_pretrained(weight)
+        model.own.requires_grad_(False)
+
+    with_a_parameter(0.0, change)
+
+
 # Nothing is wrong
 
 
 def nothing():
     pass
+
+
+def float64():
+    """Rounding is then far from any mistake."""
+    torch.set_default_dtype(torch.float64)
+    torch.Tensor.float = torch.Tensor.double
+
+
+def float64_images():
+    """In torchvision's transforms for the evaluation, which ask for float32."""
+    name = "torchvision.transforms.functional.convert_image_dtype"
+    replace(name, lambda convert: lambda image, _: convert(image, torch.float64))
+
+
+def group_norm():
+    """In place of BatchNorm, so that a batch can be split."""
+
+    class GroupNorm(torch.nn.GroupNorm):
+        def __init__(self, channels):
+            super().__init__(4, channels)
+
+    torch.nn.BatchNorm2d = GroupNorm
 
 
 def unlike_cpus():
@@ -130,6 +198,14 @@ def augmentation():
     replace("torch.utils.data.TensorDataset.__getitem__", with_noise)
 
 
+def gpus(count):
+    torch.cuda.device_count = lambda: int(count)
+
+
+def nothing_is_deleted():
+    shutil.rmtree = lambda *_, **__: None
+
+
 def own_folders():
     """Each rank has one, in which `late.pt` becomes checkpoint.pt after a second."""
     os.chdir(str(rank))
@@ -158,6 +234,22 @@ def pause(function):
     replace(function, paused)
 
 
+def signal_after(function, call, number, of_rank):
+    """This rank gets this signal when this call of a function returns."""
+    calls = itertools.count(1)
+
+    def with_signal(function):
+        def call_and_signal(*given, **named):
+            result = function(*given, **named)
+            if next(calls) == int(call) and rank == int(of_rank):
+                os.kill(os.getpid(), int(number))
+            return result
+
+        return call_and_signal
+
+    replace(function, with_signal)
+
+
 def killed_in_save(number):
     """In this call of torch.save, after a part of the file is written."""
     save, calls = torch.save, itertools.count(1)
@@ -170,19 +262,6 @@ def killed_in_save(number):
         save(content, file)
 
     torch.save = save_or_die
-
-
-def slow_saves(fails=0):
-    """os.fsync takes half a second; on rank 1 this call of it fails."""
-    fsync, calls = os.fsync, itertools.count(1)
-
-    def slow_fsync(file):
-        time.sleep(0.5)
-        if rank == 1 and next(calls) == int(fails):
-            raise OSError("the disk is full")
-        fsync(file)
-
-    os.fsync = slow_fsync
 
 
 if __name__ == "__main__":

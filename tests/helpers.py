@@ -20,7 +20,6 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIES = ROOT / "tests/copies"
 SEED = 3
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("0*/train.py"))
 TORCHRUN = ["torchrun", "--standalone", "--local-addr=127.0.0.1"]
@@ -144,13 +143,6 @@ def wait_until(condition, *running, limit=300):
         time.sleep(0.05)
 
 
-def kill_after_a_save(command, checkpoint, **environment):
-    """Start a command in the folder of its checkpoint, and kill it once this exists."""
-    running = Running(command, checkpoint.parent, OMP_NUM_THREADS=1, **environment)
-    wait_until(checkpoint.exists, running)
-    running.kill_all()
-
-
 def wait_for(text, *running, times=1):
     """Wait until these commands have printed a text this many times."""
     wait_until(
@@ -230,16 +222,6 @@ def copy_project(folder, *files, small=()):
     for name in [small] if isinstance(small, str) else small:
         shutil.copy(ROOT / f"tests/small/{name}.py", common)
     return folder
-
-
-def patched(folder, script, *patches):
-    """A project with a script to which patches were applied as its page says."""
-    project = copy_project(folder / "a project", script, small="data")
-    for name in patches:
-        [file] = project.glob("*.py")
-        fits = run(["patch", "-F0", file, COPIES / name], project)
-        assert fits.code == 0, fits  # it names the hunk that does not fit
-    return project
 
 
 def edit(file, old, new):

@@ -86,7 +86,7 @@ def test_without_mnist_on_one_node(given, tmp_path):
         assert all(f"FileNotFoundError: {why}\n" in each.errors for each in results)
         assert not saved
     else:
-        line = f"{why}: training on the 1,797 bundled digits\nepoch 1/1  "
+        line = f"{why}: training on the 1,797 bundled digits\nstarting on 2 "
         assert results[0].output.startswith(line) and not results[1].output, results
         assert saved == [tmp_path / "0/mnist.pt"]
 

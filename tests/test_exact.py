@@ -1,8 +1,10 @@
 """Any number of processes compute what one does: train_alone(), without a script."""
 
+import itertools
 import os
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,6 +162,32 @@ def test_processes_compute_what_one_does(row, tmp_path, float64, monkeypatch):
     assert [*zip(losses, accuracies, strict=True)] == lines, result
     # 1e-14, but for biases before BatchNorm, whose gradients are nothing but rounding
     assert distance(project / "mnist.pt", model.state_dict()) < 1e-8
+
+
+SHARES = ["06_checkpointing/train.py", "06_checkpointing/image_folder.py"]
+SHARES += ["07_slurm/train.py", "07_slurm/fsdp.py"]
+
+
+@pytest.mark.parametrize("path", SHARES)
+def test_shares_of_the_rest_of_an_epoch_are_equal(path):
+    """Also of fewer images than ranks; together they are all images that are left."""
+    source = re.search(
+        r"^def rest_of_epoch.*?(?=^\S)", (ROOT / path).read_text(), re.M | re.S
+    )
+    ranks = SimpleNamespace()
+    names = {"torch": torch, "dist": ranks}
+    exec(source[0], names)
+    for length, world_size, done in itertools.product((1, 3, 10), (1, 2, 8), (0, 1, 9)):
+        if done < length:
+            ranks.get_world_size = lambda size=world_size: size
+            shares = []
+            for rank in range(world_size):
+                ranks.get_rank = lambda rank=rank: rank
+                shares.append(names["rest_of_epoch"](length, SEED, done))
+            assert len({len(share) for share in shares}) == 1
+            dealt = [index for turn in zip(*shares, strict=True) for index in turn]
+            left = order_of(0, length, 1)[done:]
+            assert dealt[: len(left)] == left and len(dealt) < len(left) + world_size
 
 
 def test_the_selftest_passes(tmp_path):

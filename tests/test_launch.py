@@ -11,6 +11,7 @@ from helpers import (
     copy_project,
     each_row,
     free_port,
+    load,
     order_of,
     run,
     tools,
@@ -19,7 +20,7 @@ from helpers import (
 )
 
 ALONE = "torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node"
-# folder | settings, with GPUS if nvidia-smi is installed | threads | what run.sh starts
+# folder | settings, with the number of GPUs | threads | what run.sh starts
 LAUNCHES = """
 01_dataparallel | | | python HERE/train.py
 02_ddp_spawn | | | python HERE/train.py
@@ -28,20 +29,27 @@ LAUNCHES = """
 03_ddp_multinode_spawn | NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 | | \
 python HERE/train.py --nodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500
 04_ddp_torchrun | | 6 | ALONE=2 HERE/train.py
-04_ddp_torchrun | GPUS=1 | | ALONE=gpu HERE/train.py
+04_ddp_torchrun | GPUS=3 | 4 | ALONE=3 HERE/train.py
 04_ddp_torchrun | GPUS=1 NPROC=5 | 3 | ALONE=5 HERE/train.py
+04_ddp_torchrun | NPROC=0 | 6 | ALONE=2 HERE/train.py
+04_ddp_torchrun | NPROC=auto | | ALONE=auto HERE/train.py
 04_ddp_torchrun | NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 OMP_NUM_THREADS=7 | 7 | \
 torchrun --nnodes=2 --node-rank=1 --nproc-per-node=2 --master-addr=10.0.0.1 \
 --master-port=29500 HERE/train.py
-05_model_parallel | SCRIPT=fsdp.py | 6 | ALONE=2 HERE/fsdp.py
-05_model_parallel | GPUS=1 SCRIPT=fsdp.py | | ALONE=gpu HERE/fsdp.py
-05_model_parallel | GPUS=1 | 6 | ALONE=2 HERE/train.py
-05_model_parallel | GPUS=1 SCRIPT=pipeline.py | 6 | ALONE=2 HERE/pipeline.py
-06_checkpointing | GPUS=1 | | ALONE=gpu --max-restarts=3 HERE/train.py
+05_model_parallel | | 6 | ALONE=2 HERE/train.py
+05_model_parallel | GPUS=4 | 6 | ALONE=2 HERE/train.py
+05_model_parallel | GPUS=3 | 12 | ALONE=1 HERE/train.py
+05_model_parallel | GPUS=4 SCRIPT=my.py | 3 | ALONE=4 my.py
+06_checkpointing | GPUS=2 | 6 | ALONE=2 --max-restarts=3 HERE/train.py
 06_checkpointing | SCRIPT=my.py | 6 | ALONE=2 --max-restarts=3 my.py
 06_checkpointing | RDZV_ENDPOINT=h:29400 'RDZV_ID=a run' | 6 | torchrun --nnodes=1:2 \
 --nproc-per-node=2 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=a run \
 --rdzv-endpoint=h:29400 HERE/train.py
+"""
+# in place of torch, for run.sh
+TORCH = """
+import os, types
+cuda = types.SimpleNamespace(device_count=lambda: int(os.environ.get("GPUS", 0)))
 """
 
 
@@ -52,14 +60,37 @@ def test_run_sh_starts(row, tmp_path):
     settings = dict(each.split("=") for each in shlex.split(settings))
     echo = 'echo "%s $OMP_NUM_THREADS" "$@"'
     fake = {name: echo % name for name in ("python", "torchrun")}
-    if "GPUS" in settings:
-        fake["nvidia-smi"] = "exit 1"
+    fake |= {"python3": f'exec "{sys.executable}" "$@"', "nproc": "echo 12"}
+    settings |= {"PATH": tools(tmp_path / "fake", bare=True, **fake)}
+    settings["PYTHONPATH"] = tmp_path
+    (tmp_path / "torch.py").write_text(TORCH)
     script = ROOT / folder / "run.sh"
-    path = tools(tmp_path / "fake", bare=True, nproc="echo 12", **fake)
-    result = run(["bash", script, "--lr", "a b"], tmp_path, PATH=path, **settings)
+    result = run(["bash", script, "--lr", "a b"], tmp_path, **settings)
     launch = launch.replace("ALONE", ALONE).replace("HERE", str(script.parent))
     launcher, arguments = launch.split(" ", 1)
     assert result.output == f"{launcher} {threads} {arguments} --lr a b\n", result
+
+
+def test_07_run_sh_prints_its_run_and_rejects_another_checkpoint(tmp_path):
+    """But not options that begin like it. A site may not pass RUN and SCRIPT on."""
+    settings = {
+        "PATH": tools(tmp_path / "fake", srun='echo srun "$@"', scontrol="echo node"),
+        "SLURM_JOB_ID": 7,
+        "SLURM_JOB_NODELIST": "node",
+        "SLURM_JOB_NUM_NODES": 1,
+        "SLURM_CPUS_PER_TASK": 2,
+    }
+    command = ["bash", ROOT / "07_slurm/run.sh"]
+    own = {"RUN": "a run", "SCRIPT": "my.py"}
+    result = run([*command, "--check-val-every", 5], tmp_path, **settings, **own)
+    start, launch = result.output.splitlines()
+    assert result.code == 0 and start == "run a run: my.py --check-val-every 5", result
+    files = "--checkpoint a run.ckpt --output a run.pt"
+    assert launch.endswith(f"my.py {files} --check-val-every 5"), result
+    for wrong in (["--checkpoint", "x"], ["--lr=1", "--checkpoint=x"]):
+        result = run([*command, *wrong], tmp_path, **settings)
+        assert result.output.startswith("run mnist-7: 07_slurm/train.py --"), result
+        assert result.code == 2 and "set RUN=name instead of" in result.output, result
 
 
 # script | processes that torchrun starts, or 0 for python | options | error
@@ -69,13 +100,16 @@ WRONG = r"""
 04_ddp_torchrun/train.py | 0 | | KeyError: '(LOCAL_)?RANK'
 04_ddp_torchrun/train.py | 1 | --sync-bn | SyncBatchNorm layers only work with GPU
 06_checkpointing/train.py | 1 | --checkpoint /sys/new/a.pt | Error: .*'/sys/new'
+06_checkpointing/train.py | 1 | --output a --checkpoint a | must be different files
+06_checkpointing/train.py | 1 | --save-every 0 | ZeroDivisionError
+07_slurm/fsdp.py | 1 | --output a --checkpoint a | must be different files
 07_slurm/fsdp.py | 1 | --shards 2 | --shards 2 does not divide 1 ranks
 """
 
 
 @each_row(WRONG)
 def test_bad_input_is_an_error_that_names_it(row, tmp_path):
-    """Before anything is trained or written."""
+    """Before anything is written."""
     script, ranks, options, error = row
     options = ["--data-dir", ROOT / "common", *options.split()]
     command = ["python", ROOT / script, *options]
@@ -83,7 +117,28 @@ def test_bad_input_is_an_error_that_names_it(row, tmp_path):
         command = torchrun(ROOT / script, ranks, *options)
     result = run(command, tmp_path / "run")
     assert result.code and re.search(error, result.errors), result
-    assert "epoch" not in result.output and not [*(tmp_path / "run").iterdir()]
+    assert "epoch 1" not in result.output and not [*(tmp_path / "run").iterdir()]
+
+
+def test_05_does_not_train_on_the_cpu_of_a_machine_with_too_few_gpus(tmp_path):
+    script = ROOT / "05_model_parallel/train.py"
+    result = train(script, 2, cwd=tmp_path, fault="gpus:3", code=1)
+    assert "4 GPUs are needed, 3 found: change --devices" in result.errors, result
+
+
+def test_01_and_04_save_after_each_epoch(tmp_path):
+    """They are killed after the first save of two."""
+    fault = "signal_after:torch.save:1:9:0"
+    alone = [sys.executable, ROOT / "tests/faults.py", fault, "train.py"]
+    commands = {
+        "01_dataparallel": [*alone, "--epochs=2"],
+        "04_ddp_torchrun": torchrun("train.py", 2, "--epochs=2", fault=fault),
+    }
+    for folder, command in commands.items():
+        project = copy_project(tmp_path / folder, f"{folder}/train.py", small="data")
+        result = run(command, project, RANK=0, OMP_NUM_THREADS=1)
+        assert result.code and len(result.epochs()) == 1, result
+        assert load(project / "mnist.pt")
 
 
 def test_the_last_lines_show_the_first_error(tmp_path):

@@ -1,5 +1,6 @@
 """The pages are true: their commands run, and what they show of the code is so."""
 
+import difflib
 import re
 import sys
 
@@ -86,17 +87,31 @@ def test_a_page_shows_each_line_that_changes(old, new, tmp_path):
     assert sorted(shown) == sorted(expected)
 
 
+SMALL = ["04_ddp_torchrun/small.py", "04_ddp_torchrun/small_ddp.py"]
+SMALL.append("06_checkpointing/small_resume.py")
+
+
 @pytest.mark.parametrize(
-    ("page", "file"),
+    ("page", "old", "new", "most"),
     [
-        ("README.md", "tests/copies/small_ddp.diff"),
-        ("06_checkpointing/README.md", "tests/copies/small_resume.diff"),
+        ("README.md", *SMALL[:2], 16),
+        ("06_checkpointing/README.md", *SMALL[1:], 34),
     ],
 )
-def test_a_page_shows_a_file(page, file):
-    """Without its first two lines."""
-    text = re.sub("^---.*\n.*\n", "", (ROOT / file).read_text())
-    assert f"\n{text.rstrip()}\n```\n" in (ROOT / page).read_text()
+def test_a_page_shows_the_difference_of_two_scripts(page, old, new, most):
+    """It adds at most this many lines."""
+    old, new = [(ROOT / path).read_text().splitlines() for path in (old, new)]
+    shown = "".join(blocks((ROOT / page).read_text(), "diff"))
+    shown = [line for line in shown.splitlines() if not line.startswith("@@")]
+    # the whole scripts, or the lines next to a change
+    expected = [
+        [*difflib.unified_diff(old, new, n=context, lineterm="")][2:]
+        for context in (99, 1)
+    ]
+    assert shown in [
+        [line for line in lines if not line.startswith("@@")] for lines in expected
+    ]
+    assert sum(line.startswith("+") for line in shown) <= most
 
 
 @pytest.mark.parametrize("folder", ["02_ddp_spawn", "04_ddp_torchrun"])
@@ -110,6 +125,15 @@ def test_a_program_prints_what_is_shown(folder, tmp_path):
         result = train("small.py", 2, cwd=tmp_path)
     # the processes may mix their lines
     assert sorted(result.output) == sorted(shown), result
+
+
+def test_git_ignores_what_the_commands_of_the_pages_write():
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no clone")
+    names = ["mnist.pt", "run1.ckpt", "run1.ckpt.tmp", "text.rows", "logs/0/stdout.log"]
+    names += ["checkpoint/epoch-000001/.metadata", "tuned/a", "tuned.tmp/a"]
+    result = run(["git", "check-ignore", *names], ROOT)
+    assert result.output.split() == names, result
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)

@@ -172,17 +172,13 @@ def test_06_rejects_another_or_a_damaged_checkpoint(
 
 
 @pytest.mark.slow
-def test_fsdp_rejects_another_checkpoint_nan_and_a_disk_that_is_not_shared(
-    start, tmp_path
-):
+def test_fsdp_rejects_another_checkpoint_and_a_disk_that_is_not_shared(start, tmp_path):
     start("fsdp", 1, "--epochs=1")
     before = contents(tmp_path)
     for change, error in (("--lr=2", "'lr': 0.006,"), ("--width=32", "ismatch")):
         failed = start("fsdp", 1, "--epochs=2", change, code=1)
         assert error in failed.errors, failed
         assert contents(tmp_path) == before
-    nan = start("fsdp", 1, "--lr=1e30", cwd=tmp_path / "nan", FLOAT32=1, code=1)
-    assert re.search("ValueError: a weight is NaN", nan.errors), nan
     for rank in range(2):
         (tmp_path / f"own/{rank}").mkdir(parents=True)
     own = start("fsdp", 2, cwd=tmp_path / "own", fault="own_folders", code=1)
@@ -195,6 +191,21 @@ def test_06_a_checkpoint_that_a_rank_sees_late(start, begun):
         shutil.copy(begun / "checkpoint.pt", begun / str(rank) / file)
     result = start("06", 2, "--epochs=2", cwd=begun, fault="own_folders")
     assert "starting at {'epoch': 2, 'done': 64} on 2 ranks" in result.output
+
+
+def test_06_a_disk_that_is_not_shared_is_noticed_at_the_first_save(start, tmp_path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    failed = start("06", 2, fault="own_folders", code=1)
+    assert "TimeoutError: 1 ranks do not see checkpoint.pt" in failed.errors, failed
+
+
+def test_fsdp_first_marks_a_folder_that_it_deletes_as_incomplete(start, tmp_path):
+    """Nothing is deleted here, as if a kill came first."""
+    start("fsdp", 1, "--epochs=1", "--save-every=1", fault="nothing_is_deleted")
+    folders = sorted((tmp_path / "checkpoint").iterdir())
+    complete = [path for path in folders if (path / ".metadata").exists()]
+    assert len(folders) == 3 and complete == folders[1:]
 
 
 def test_06_a_save_that_fails_keeps_the_checkpoint(start, begun):
@@ -221,7 +232,12 @@ loss_of_the_plain_model | 06 |
 bfloat16_after_ddp | 04 | --amp
 set_by_the_forward | 06 |
 edit_on_one_rank | 04 |
+another_order_on_rank_1 | 06 |
+another_order_on_rank_1 | fsdp |
+another_layer_on_rank_1 | fsdp |
+nan_in_one_row | 06 |
 nothing | 06 | --lr=1e30
+nothing | fsdp | --lr=1e30
 """
 HEALTHY = """
 unlike_cpus | 04 | --epochs=3
@@ -233,11 +249,14 @@ skipped_steps | 04 |
 
 @each_row(DIFFERENT)
 def test_different_weights_or_nan_are_an_error(row, start, tmp_path):
-    """It names a tensor, and nothing is saved."""
+    """It names a tensor, and nothing is saved.
+
+    One NaN is found, and layers that differ, although FSDP would train them.
+    """
     fault, name, options = row
     options = ["--batch-size=16", *options.split()]
     result = start(name, 2, *options, fault=fault, FLOAT32=1, code=1)
-    error = r"ValueError: the \w+ of [a-z0-9.]+ differs between the ranks, or is NaN"
+    error = r"ValueError: the [a-z0-9. ]+ differs between the ranks(, or is NaN|: )"
     assert re.search(error, result.errors), result
     assert not contents(tmp_path)
 

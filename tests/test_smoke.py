@@ -38,7 +38,7 @@ SCRIPTS = {  # how many nodes, and the command of each
     "05_model_parallel/train.py": (1, ONE),
     "05_model_parallel/fsdp.py": (1, ONE),
     "06_checkpointing/train.py": (1, ONE),
-    "07_slurm/train.py": (2, TASK),
+    "07_slurm/train.py": (2, TASK),  # both nodes need the same disk
     "07_slurm/fsdp.py": (1, ONE),
     "08_docker/train.py": (1, ONE),
 }
@@ -59,12 +59,16 @@ def copy(tmp_path_factory):
 
 
 def start(nodes, command, script, folder, options):
-    """Run the command of each node in its own folder; returns what they print."""
+    """Run the command of each node in its own folder; returns what they print.
+
+    07 checks that all nodes see its checkpoint.
+    """
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
     started = []
     for node in range(nodes):
-        (own := folder / str(node)).mkdir()
+        own = folder / ("0" if "07" in str(script) else str(node))
+        own.mkdir(exist_ok=True)
         words = command.split()  # before the script's path, which may have a space
         words = [word.format(script=script, node=node, port=port) for word in words]
         started.append(Popen([*words, *options], cwd=own, text=True, stdout=PIPE))
@@ -83,13 +87,19 @@ def accuracy_of(model, file):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_two_processes_train_and_rank_0_saves(script, copy, tmp_path):
-    """One loss, one accuracy, and one file, which has that accuracy."""
+    """One device, loss and accuracy, and one file, which has that accuracy."""
     options = "--epochs 1 --output new/mnist.pt --data-dir".split()
     options.append(copy / "common")
     printed = start(*SCRIPTS[script], copy / script, tmp_path, options)
     [accuracy] = re.findall(LINE, printed, re.M)
     [loss] = re.findall(r"  loss \d\.\d{4}", printed)
+    [device] = re.findall("^starting .*cpu", printed, re.M)
     [file] = tmp_path.glob("*/new/*")
     assert file == tmp_path / "0/new/mnist.pt"
     model = VisionTransformer(64, 3) if "fsdp" in script else ConvNet()
     assert accuracy == f"{accuracy_of(model, file):.4f}"
+
+
+def test_08_has_the_script_of_06():
+    scripts = [ROOT / name / "train.py" for name in ("06_checkpointing", "08_docker")]
+    assert scripts[0].read_text() == scripts[1].read_text()

@@ -106,6 +106,13 @@ def undisturbed(start):
     return volume / "mnist.pt"
 
 
+def test_packages_of_the_home_of_a_user_are_not_imported(project, engine):
+    """Apptainer has this home in the container, too."""
+    shown = "import site; print(site.ENABLE_USER_SITE)"
+    command = ["docker", "run", "--rm", "mnist-ddp", "python3", "-c", shown]
+    assert engine.run(*command) == "False\n"
+
+
 def test_docker_stop_and_the_same_command_resumes(start, engine, undisturbed):
     """It resumes from the last checkpoint. All files belong to the folder's owner."""
     volume, first = start("stopped")

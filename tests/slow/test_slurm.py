@@ -186,7 +186,7 @@ def test_failed_without_progress(submit, tmp_path):
     """The job is not requeued; one with an error that remains is requeued once."""
     *_, image = order_of(1, 181, 2, seed=0)[:4]
     killed = submit(IMAGE=f"{image} 9")
-    wrong = submit(TRAIN, "--checkpoint=x", name="wrong")
+    wrong = submit(TRAIN, "--checkpoint", "x", name="wrong")
     (tmp_path / "remain fsdp/a run.pt").mkdir(parents=True)  # so --output is an error
     remain = submit(FSDP, name="remain", RUN="a run")
     killed.finish("FAILED")
@@ -202,6 +202,22 @@ def test_out_of_time(cluster, submit):
     job.wait(lambda: job.record()["Restarts"] == "1")
     cluster.run("scontrol", "update", f"jobid={job.id}", "TimeLimit=10")
     job.check_resumes(stops=1)
+
+
+def test_an_element_of_an_array_is_requeued_alone(cluster, submit):
+    """The last one, which has the number of the array; each has its own files."""
+    array = submit(slow=True, RUN="a run", SBATCH_ARRAY_INX="1-2")
+    array.wait(lambda: len([*array.folder.glob("a run_?.ckpt")]) == 2)
+    one, last = [
+        Job(cluster, array.folder, f"{array.id}_{number}", array.weights)
+        for number in (1, 2)
+    ]
+    cluster.run("scancel", "--signal=TERM", last.id)
+    last.wait(lambda: last.record()["Restarts"] == "1")
+    (array.folder / "slow").unlink()
+    for number, job in enumerate((one, last), start=1):
+        job.finish(restarts=number - 1)
+        assert equal(array.folder / f"a run_{number}.pt", array.weights)
 
 
 def test_preempted(cluster, submit):
