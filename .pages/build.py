@@ -28,9 +28,7 @@ SCRIPTS = {
     for path in (*ROOT.glob("0*/train.py"), ROOT / "05_model_parallel/fsdp.py")
 }
 SCRIPTS["fsdp"] = ROOT / "07_slurm/fsdp.py"
-SCRIPTS["images"] = ROOT / "04_ddp_torchrun/image_folder.py"
-SCRIPTS["contrastive"] = ROOT / "04_ddp_torchrun/contrastive.py"
-SCRIPTS["text"] = ROOT / "06_checkpointing/language_model.py"
+SCRIPTS["images"] = ROOT / "06_checkpointing/image_folder.py"
 SCRIPTS["transformers"] = ROOT / "05_model_parallel/huggingface.py"
 TABS = {
     ("01", "04"): "one process → DDP",
@@ -38,11 +36,9 @@ TABS = {
     ("06", "07"): "checkpoints → stops",
     ("06", "08"): "checkpoints → Docker",
     ("04", "05"): "DDP → FSDP",
-    ("04", "images"): "DDP → images in folders",
-    ("04", "contrastive"): "DDP → contrastive loss",
-    ("06", "text"): "checkpoints → language model",
-    ("05", "transformers"): "FSDP → Hugging Face",
+    ("06", "images"): "checkpoints → images in folders",
     ("07", "fsdp"): "stops → FSDP",
+    ("fsdp", "transformers"): "FSDP → Hugging Face",
     ("01", "02"): "one process → spawn",
     ("02", "03"): "spawn → two machines",
 }
