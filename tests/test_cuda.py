@@ -21,7 +21,6 @@ from helpers import (
     equal,
     free_port,
     run,
-    tools,
 )
 from test_smoke import accuracy_of
 
@@ -47,10 +46,9 @@ def see(gpus, patch):
 
 
 @pytest.fixture(autouse=True)
-def two_gpus(monkeypatch, tmp_path):
-    """Or one, which all ranks share. Simulated GPUs have no nvidia-smi."""
+def two_gpus(monkeypatch):
+    """Or one, which all ranks share."""
     see(min(2, len(GPUS)), monkeypatch)
-    monkeypatch.setenv("PATH", tools(tmp_path / "tools", **{"nvidia-smi": ":"}))
 
 
 @pytest.fixture(scope="module")
@@ -111,17 +109,17 @@ def test_01_rejects_amp_on_two_gpus(copy, tmp_path, monkeypatch):
     assert "ValueError: --amp needs one GPU" in result.errors, result
 
 
-# script | options | dtype | how often two ranks wait for their GPUs, or 0
+# script | options | dtype | how often a line of the script waits for the GPU
 EPOCHS = """
-04_ddp_torchrun/train.py | | float32 | 4
-06_checkpointing/train.py | --amp | bfloat16 | 3
-04_ddp_torchrun/train.py | --amp --compile | bfloat16 | 0
+04_ddp_torchrun/train.py | | float32 | 0
+06_checkpointing/train.py | --amp | bfloat16 | 1
+04_ddp_torchrun/train.py | --amp --compile | bfloat16 | any
 """
 
 
 @each_row(EPOCHS)
 def test_each_rank_computes_on_its_gpu(row, tmp_path):
-    """It waits for the GPU once per epoch and once in check_same_model."""
+    """No step waits for it: only copies at the end of an epoch, and 06's log."""
     script, options, dtype, waits = row
     if "compile" in options and not COMPILES:
         pytest.skip("Triton needs a C compiler")
@@ -140,7 +138,7 @@ def test_each_rank_computes_on_its_gpu(row, tmp_path):
         )
     }, result
     line = r"(train|checks|_tensor)\.py:\d+: \w+: called a sync"
-    assert int(waits) in (0, len(re.findall(line, result.errors))), result
+    assert waits in ("any", f"{len(re.findall(line, result.errors))}"), result
 
 
 def test_selftest(copy, tmp_path):
