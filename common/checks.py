@@ -53,6 +53,7 @@ def wait_for_file(path, seconds=90):
     Raises TimeoutError if they still disagree after this time, which means that the
     machines do not share this disk.
     """
+    all_gather_objects(None)  # wait for the rank that has just written it
     for _ in range(seconds):
         try:
             found = bool(path.stat())
