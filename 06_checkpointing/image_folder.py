@@ -103,9 +103,9 @@ def train(args):
     # DDP-2: only rank 0 reads weights, and DDP(...) gives them to the others
     if args.weights and rank == 0:
         if args.weights == "DEFAULT":
-            weights = ResNet18_Weights.DEFAULT.get_state_dict(check_hash=True)
+            weights = ResNet18_Weights.DEFAULT.get_state_dict()
         else:
-            weights = torch.load(args.weights, "cpu", weights_only=True)
+            weights = torch.load(args.weights, "cpu")
         # the last layer is new; with strict=False wrong names would be no error
         weights["fc.weight"], weights["fc.bias"] = model.fc.parameters()
         model.load_state_dict(weights)
@@ -135,7 +135,7 @@ def train(args):
     progress = {"epoch": 1, "done": 0}  # done: images of this epoch, over all ranks
     # CKPT-3: with another length, seed or --lr the file is of another run
     must_match = {"length": length, "seed": args.seed, "lr": args.lr}
-    must_match |= {"classes": classes, "weights": args.weights}
+    must_match |= {"classes": classes, "weights": args.weights, "size": args.size}
     if wait_for_file(args.checkpoint):  # CKPT-3: all ranks load: DDP(...) came before
         load_checkpoint(args.checkpoint, stateful, progress, must_match)
     # CKPT-3: a machine may have an old copy, or other images

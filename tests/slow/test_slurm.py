@@ -15,7 +15,7 @@ TRAIN, FSDP = "07_slurm/train.py", "07_slurm/fsdp.py"
 OPTIONS = "--epochs 2 --batch-size 4 --save-every 3 --device cpu".split()
 STOP = re.compile(
     r"^epoch (\d)/2 +(\d+%).*\nstopped: the same command resumes\n"
-    r"(?s:.*?)^starting at {'epoch': (\d), 'done': (\d+)} on 2 ranks\n",
+    r"(?s:.*?)^starting at {'epoch': (\d), 'done': (\d+)} on 2 ranks, cpu\n",
     re.M,
 )
 CONFIGURATION = """
