@@ -142,12 +142,11 @@ def train(args):
     optimizer = torch.optim.AdamW(model.parameters(), args.lr)
     # CKPT-4: this start's peaks, because loading overwrites lr, weight_decay, ...
     peaks = [group["lr"] for group in optimizer.param_groups]
-    # CKPT-1: saved besides the model and the optimizer
     progress = {"epoch": 1, "done": 0}  # done: rows of this epoch, over all ranks
-    # CKPT-3: with another text, length, seed or --lr the file is of another run
-    must_match = {"length": args.length, "seed": args.seed, "lr": args.lr}
-    # without the number of tensors, a smaller model would load
-    must_match |= {"text": zlib.crc32(rows.numpy()), "tensors": len(model.state_dict())}
+    # CKPT-3: if one of these differs, the file is of another run
+    must_match = {"model": args.model, "length": args.length, "seed": args.seed}
+    must_match |= {"lr": args.lr, "text": zlib.crc32(rows.numpy())}
+    must_match["tensors"] = len(model.state_dict())  # or a smaller model would load
     load_newest(args.checkpoint, model, optimizer, progress, must_match)
     check_equal(**must_match, **progress)  # CKPT-3: a machine may have an old copy
     if progress["epoch"] > args.epochs:  # CKPT-3: fewer --epochs than before
@@ -174,7 +173,7 @@ def train(args):
             # DDP-7: the mean is over the tokens of the whole step, on all ranks
             count = (batch[:, 1:] >= 0).sum()
             dist.all_reduce(count)
-            total = torch.zeros((), device=device)
+            total = 0
             parts = batch.split(args.batch_size)
             for number, part in enumerate(parts, start=1):
                 # DDP-7: only the last backward averages the gradients of all ranks
@@ -265,9 +264,8 @@ def load_rows(args):  # DDP-3: rank 0 reads the text, all ranks map its file of 
         tokens = nn.functional.pad(tokens, (0, 2 * size), value=-100)
         tokens = tokens.unfold(0, size, size)
         rows = torch.cat([first.expand(len(tokens), -1), tokens], dim=1)
-        torch.save(rows, f"{path}.tmp")
-        os.replace(f"{path}.tmp", path)
-    wait_for_file(path)
+        torch.save(rows, path)
+    wait_for_file(path)  # which first waits for rank 0
     return torch.load(path, mmap=True)
 
 
@@ -303,10 +301,12 @@ def load_newest(folder, model, optimizer, progress, must_match):
     dist.broadcast_object_list(newest)  # rank 0's: others may see it late
     [path] = newest
     if path and wait_for_file(path):
-        state = state_of(model, optimizer, progress, dict(must_match))  # a copy
-        dcp.load(state, checkpoint_id=path.parent)  # FSDP-5: in place, progress too
-        if state["must_match"] != must_match:
-            raise ValueError(f"{folder} has {state['must_match']}, not {must_match}")
+        state = state_of(model, optimizer, progress, must_match)
+        dcp.load(state, checkpoint_id=path.parent)  # FSDP-5: the weights in place
+        saved_progress, saved = state["run"]
+        if saved != must_match:
+            raise ValueError(f"{folder} has {saved}, not {must_match}")
+        progress.update(saved_progress)
         # the weights are loaded; this gives moments, lr, ... to the optimizer
         dcp_state.set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
@@ -314,8 +314,8 @@ def load_newest(folder, model, optimizer, progress, must_match):
 def state_of(model, optimizer, progress, must_match):  # FSDP-5: to save and load
     # DTensors know their place. A new optimizer gets moments, for load() to fill
     weights, moments = dcp_state.get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
-    return state | {"progress": progress, "must_match": must_match}
+    # DCP keeps a tuple as it is, but would change a dict, such as its keys to text
+    return {"model": weights, "optimizer": moments, "run": (progress, must_match)}
 
 
 # The model and its tokens. EDIT the following functions for your own model

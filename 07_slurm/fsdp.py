@@ -256,6 +256,8 @@ def save_checkpoint(folder, model, optimizer, progress, must_match):
     if dist.get_rank() == 0:  # on a parallel disk mkdir by several ranks may fail
         path.mkdir(parents=True, exist_ok=True)
     wait_for_file(path)
+    for buffer in model.buffers():  # DDP-5: all ranks take rank 0's, as after a resume
+        dist.broadcast(buffer, src=0)
     # FSDP-5: each rank writes its shards; then rank 0 renames .metadata into place
     dcp.save(state_of(model, optimizer, progress, must_match), checkpoint_id=path)
     if dist.get_rank() == 0:
@@ -272,10 +274,12 @@ def load_newest(folder, model, optimizer, progress, must_match):
     dist.broadcast_object_list(newest)  # rank 0's: others may see it late
     [path] = newest
     if path and wait_for_file(path):
-        state = state_of(model, optimizer, progress, dict(must_match))  # a copy
-        dcp.load(state, checkpoint_id=path.parent)  # FSDP-5: in place, progress too
-        if state["must_match"] != must_match:
-            raise ValueError(f"{folder} has {state['must_match']}, not {must_match}")
+        state = state_of(model, optimizer, progress, must_match)
+        dcp.load(state, checkpoint_id=path.parent)  # FSDP-5: the weights in place
+        saved_progress, saved = state["run"]
+        if saved != must_match:
+            raise ValueError(f"{folder} has {saved}, not {must_match}")
+        progress.update(saved_progress)
         # the weights are loaded; this gives moments, lr, ... to the optimizer
         dcp_state.set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
@@ -283,8 +287,8 @@ def load_newest(folder, model, optimizer, progress, must_match):
 def state_of(model, optimizer, progress, must_match):  # FSDP-5: to save and load
     # DTensors know their place. A new optimizer gets moments, for load() to fill
     weights, moments = dcp_state.get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
-    return state | {"progress": progress, "must_match": must_match}
+    # DCP keeps a tuple as it is, but would change a dict, such as its keys to text
+    return {"model": weights, "optimizer": moments, "run": (progress, must_match)}
 
 
 if __name__ == "__main__":

@@ -70,9 +70,21 @@ class Both:
         torch.testing.assert_close(*weights, rtol=0, atol=1e-12)
 
 
+class WithScale(nn.Linear):
+    """Its scale gets gradients of all pairs."""
+
+    def __init__(self):
+        super().__init__(8, 6)
+        self.scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, pairs):
+        left, right = super().forward(pairs)
+        return self.scale * left, right
+
+
 def contrastive():
     loss_of = define("def contrastive_loss")["contrastive_loss"]
-    both = Both(lambda: nn.Linear(8, 6))
+    both = Both(WithScale)
     pairs = torch.randn(10, 2, 4, 8, generator=torch.Generator().manual_seed(2))
     for batch in pairs:  # [side, pair, numbers]
         own = batch.chunk(2, dim=1)[dist.get_rank()]

@@ -196,6 +196,7 @@ ERRORS = """
 --lr=1e30 | ValueError: the weight of .* differs between the ranks, or is NaN
 --lr=1 | ValueError: checkpoint has .*'lr': 0.001,
 --text=other/text | ValueError: checkpoint has .*'text': \\d+
+--model=./llama | ValueError: checkpoint has .*'model': 'llama'
 """
 
 

@@ -13,6 +13,7 @@ from helpers import (
     copy_project,
     distance,
     each_row,
+    edit,
     equal,
     lines,
     load,
@@ -169,6 +170,16 @@ def test_06_rejects_another_or_a_damaged_checkpoint(
     failed = start("06", 1, *options, cwd=begun, TRAIN_IMAGES=images, code=1)
     assert re.search(error, failed.errors), failed
     assert contents(begun) == before
+
+
+@pytest.mark.slow
+def test_fsdp_compares_own_values_even_in_a_dictionary(tmp_path):
+    project = copy_project(tmp_path, SCRIPTS["fsdp"], small="data")
+    own = '"lr": args.lr, "own": {1: args.workers}}'
+    edit(project / "fsdp.py", '"lr": args.lr}', own)
+    train("fsdp.py", 1, *TINY, cwd=project)
+    failed = train("fsdp.py", 1, *TINY, "--workers=1", cwd=project, code=1)
+    assert "'own': {1: 0}, 'tensors'" in failed.errors, failed
 
 
 @pytest.mark.slow
