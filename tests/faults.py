@@ -3,6 +3,7 @@
 A fault changes torch, or common/ next to the script, before the script imports it.
 """
 
+import functools
 import itertools
 import os
 import pkgutil
@@ -146,6 +147,11 @@ def group_norm():
             super().__init__(4, channels)
 
     torch.nn.BatchNorm2d = GroupNorm
+
+
+def compiled_without_cpp():
+    """Inductor's linker fails on the CPU if the path of torch has a space."""
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
 
 
 def unlike_cpus():
