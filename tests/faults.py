@@ -13,13 +13,10 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
-from torch.nn import Parameter, parallel
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-rank = int(os.environ["RANK"])
+rank = int(os.environ.get("RANK", 0))
 
 
 def replace(name, change):
@@ -29,102 +26,18 @@ def replace(name, change):
     setattr(owner, name, change(getattr(owner, name)))
 
 
-def with_a_parameter(value, change):
-    """Give the model a parameter `own`, then call a function with it, before DDP."""
-
-    def network(make):
-        def made():
-            model = make()
-            model.own = Parameter(torch.tensor([value]))
-            change(model)
-            return model
-
-        return made
-
-    replace("common.model.ConvNet", network)
-
-
-# The ranks differ
-
-
 def loss_of_the_plain_model():
-    parallel.DistributedDataParallel = lambda model, **_: model
+    torch.nn.parallel.DistributedDataParallel = lambda model, **_: model
 
 
-def bfloat16_after_ddp():
-    name = "torch.nn.parallel.DistributedDataParallel"
-    replace(name, lambda ddp: lambda model, **_: (ddp(model), model.bfloat16())[0])
+def compiled_without_cpp():
+    """Inductor's linker fails on the CPU if the path of torch has a space."""
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
 
 
-def set_by_the_forward():
-    """A parameter that each rank sets from its first batch, as ActNorm does."""
-
-    def center(model, images):
-        if model.own == 0:
-            model.own.data.fill_(images[0].mean())
-        return images[0] - model.own
-
-    with_a_parameter(0.0, lambda model: model.register_forward_pre_hook(center))
-
-
-def edit_on_one_rank():
-    def edit(optimizer, *_):
-        for weight in optimizer.param_groups[0]["params"]:
-            weight.data.add_(rank / 100)
-
-    register_optimizer_step_post_hook(edit)
-
-
-def with_two_layers(names, change):
-    """Both models get two equal layers with these names; change() applies them."""
-
-    def with_layers(make):
-        def made(*size):
-            model = make(*size)
-            for name in names:
-                model.add_module(name, torch.nn.Linear(10, 10))
-            model.register_forward_hook(lambda model, _, logits: change(model, logits))
-            return model
-
-        return made
-
-    for name in ("ConvNet", "VisionTransformer"):
-        replace(f"common.model.{name}", with_layers)
-
-
-def another_order_on_rank_1():
-    """As if a model registered its layers from a set."""
-    names = ["left", "right"]
-    if rank == 1:
-        names.reverse()
-    with_two_layers(names, lambda model, logits: model.right(model.left(logits)))
-
-
-def another_layer_on_rank_1():
-    """As with a head for each data set: FSDP would add up gradients of both heads."""
-    with_two_layers(
-        ["left", "right"],
-        lambda model, logits: (model.right if rank == 1 else model.left)(logits),
-    )
-
-
-def nan_in_one_row():
-    """Of an embedding, of which no other row gets it."""
-
-    def change(model):
-        weight = torch.zeros(1000, 8)
-        weight[777] = torch.nan
-        model.words = torch.nn.Embedding.from_pretrained(weight)
-        model.own.requires_grad_(False)
-
-    with_a_parameter(0.0, change)
-
-
-# Nothing is wrong
-
-
-def nothing():
-    pass
+def unlike_cpus():
+    if rank == 0:  # read when torch first uses it
+        os.environ["ATEN_CPU_CAPABILITY"] = "default"
 
 
 def float64():
@@ -139,56 +52,15 @@ def float64_images():
     replace(name, lambda convert: lambda image, _: convert(image, torch.float64))
 
 
+class GroupNorm(torch.nn.GroupNorm):
+    """In place of BatchNorm2d, so that a batch can be split."""
+
+    def __init__(self, channels):
+        super().__init__(4, channels)
+
+
 def group_norm():
-    """In place of BatchNorm, so that a batch can be split."""
-
-    class GroupNorm(torch.nn.GroupNorm):
-        def __init__(self, channels):
-            super().__init__(4, channels)
-
     torch.nn.BatchNorm2d = GroupNorm
-
-
-def compiled_without_cpp():
-    """Inductor's linker fails on the CPU if the path of torch has a space."""
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")
-
-
-def unlike_cpus():
-    if rank == 0:  # read when torch first uses it
-        os.environ["ATEN_CPU_CAPABILITY"] = "default"
-
-
-def zero_gradients():
-    torch.nn.CrossEntropyLoss = lambda **_: lambda logits, labels: 0 * logits.sum()
-
-
-def bfloat16_and_frozen():
-    """The weights of the first layer, and a parameter that is -inf."""
-
-    def change(model):
-        model.bfloat16().own.requires_grad_(False)
-        model.layers[1].requires_grad_(False)
-        model.register_forward_pre_hook(lambda model, images: images[0].bfloat16())
-
-    with_a_parameter(-torch.inf, change)
-
-
-def skipped_steps():
-    """By a GradScaler, whose first scales are too large: gradients are inf or NaN."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    step = torch.optim.AdamW.step
-
-    def scaled_step(optimizer):
-        groups = optimizer.param_groups
-        scaler.step(SimpleNamespace(param_groups=groups, step=lambda: step(optimizer)))
-        scaler.update()
-
-    torch.optim.AdamW.step = scaled_step
-    replace("torch.Tensor.backward", lambda old: lambda loss: old(scaler.scale(loss)))
-
-
-# Interruptions, random numbers, and other folders
 
 
 def augmentation():
@@ -223,37 +95,41 @@ def own_folders():
     time.sleep = sleep
 
 
+def after(function, call):
+    """Call this, too, when a function returns."""
+
+    def changed(function):
+        def call_both(*given, **named):
+            result = function(*given, **named)
+            call()
+            return result
+
+        return call_both
+
+    replace(function, changed)
+
+
 def pause(function):
     """After a call of this function, wait until a signal is noted, or pending."""
     from common import stops
 
-    def paused(call):
-        def call_and_pause(*given, **named):
-            result = call(*given, **named)
-            while not (stops.noted or signal.sigpending()):
-                Path(f"paused-{rank}").touch()
-                time.sleep(0.01)
-            return result
+    def wait():
+        while not (stops.noted or signal.sigpending()):
+            Path(f"paused-{rank}").touch()
+            time.sleep(0.01)
 
-        return call_and_pause
-
-    replace(function, paused)
+    after(function, wait)
 
 
 def signal_after(function, call, number, of_rank):
     """This rank gets this signal when this call of a function returns."""
     calls = itertools.count(1)
 
-    def with_signal(function):
-        def call_and_signal(*given, **named):
-            result = function(*given, **named)
-            if next(calls) == int(call) and rank == int(of_rank):
-                os.kill(os.getpid(), int(number))
-            return result
+    def send():
+        if next(calls) == int(call) and rank == int(of_rank):
+            os.kill(os.getpid(), int(number))
 
-        return call_and_signal
-
-    replace(function, with_signal)
+    after(function, send)
 
 
 def killed_in_save(number):

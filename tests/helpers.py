@@ -28,10 +28,6 @@ IGNORED = shutil.ignore_patterns(".git", ".venv", "*cache*", "data", "site", "*.
 VISIBLE_GPUS = os.environ.setdefault(
     "VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3")
 )
-EPOCH = re.compile(
-    r"epoch (?P<epoch>\d+)/\d+  (loss (?P<loss>\d+\.\d{4})  )?accuracy "
-    r"(?P<accuracy>[01]\.\d{4})  \d+\.\d s  \d+ images/s"
-)
 # torch 2.8 prints this, in pieces
 GLOO = re.compile(
     r"^(?:\[Gloo\] Rank |is connected to |peer ranks\. |\d| |Expected number of "
@@ -55,40 +51,18 @@ def clean_environment():
     }
 
 
-class Result:
-    """A finished command: its exit code and what it printed."""
-
-    def __init__(self, command, code, output, errors):
-        self.command, self.code, self.errors = command, code, errors
-        self.output = GLOO.sub("", output) if "peer ranks" in output else output
-
-    def __repr__(self):
-        command = " ".join(map(str, self.command))
-        return f"{command}\nexit code {self.code}\n{self.output}\n{self.errors}"
-
-    def epochs(self):
-        """The epoch lines as dictionaries."""
-        return [line.groupdict() for line in EPOCH.finditer(self.output)]
-
-
-def lines(*results):
-    """The printed lines about saves and epochs, without the time."""
-    output = "".join(result.output for result in results)
-    return re.findall(r"^epoch .*?(?=  \d+\.\d s|$)", output, re.M)
-
-
 class Running:
     """A command that runs in a folder, with all processes that it starts."""
 
     def __init__(self, command, cwd, **environment):
         Path(cwd).mkdir(exist_ok=True)
-        self.command = command
+        self.command = [str(part) for part in command]
         self.token = uuid.uuid4().hex
         self.files = [tempfile.TemporaryFile() for _ in range(2)]
         atexit.register(self.kill_all)  # if the test fails
         settings = {name: str(value) for name, value in environment.items()}
         self.process = subprocess.Popen(
-            [str(part) for part in command],
+            self.command,
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             env=clean_environment() | settings | {"TEST_RUN": self.token},
@@ -97,15 +71,28 @@ class Running:
             start_new_session=True,
         )
 
-    def printed(self):
-        """What it has printed so far: standard output and standard error."""
+    def __repr__(self):
+        return "\n".join([*self.command, f"{self.code}", self.output, self.errors])
+
+    @property
+    def code(self):
+        """Its exit code, or None."""
+        return self.process.poll()
+
+    @property
+    def output(self):
+        """What it has printed so far."""
+        text = self.printed(0)
+        return GLOO.sub("", text) if "peer ranks" in text else text
+
+    @property
+    def errors(self):
+        return self.printed(1)
+
+    def printed(self, number):
         # seek() and read() would move the position where the processes write
-        printed = []
-        for file in self.files:
-            number = file.fileno()
-            content = os.pread(number, os.fstat(number).st_size, 0)
-            printed.append(content.decode(errors="replace"))
-        return printed
+        file = self.files[number].fileno()
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
     def kill_all(self):
         """Kill it and everything that it has started."""
@@ -116,45 +103,45 @@ class Running:
         atexit.unregister(self.kill_all)
 
     def finish(self, limit=300):
-        """Return the result. It must end before the limit, and leave no process."""
+        """Wait for its end, which must be before the limit, and leave no process."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(limit)
         end = time.monotonic() + 60  # for the last processes
         while (left := processes(self.token)) and time.monotonic() < end:
             time.sleep(0.1)
         self.kill_all()
-        result = Result(self.command, self.process.returncode, *self.printed())
-        assert not left, f"still running: {left}\n{result}"
-        return result
+        assert not left, f"still running: {left}\n{self}"
+        return self
 
 
-def run(command, cwd, limit=300, **environment):
-    """Run a command to its end and return the result."""
-    return Running(command, cwd, **environment).finish(limit)
+def lines(*results):
+    """The printed lines about saves and epochs, without the time."""
+    output = "".join(result.output for result in results)
+    return re.findall(r"^epoch .*?(?=  \d+\.\d s|$)", output, re.M)
 
 
-def wait_until(condition, *running, limit=300):
+def run(command, cwd, **environment):
+    """Run a command to its end."""
+    return Running(command, cwd, **environment).finish()
+
+
+def wait_until(condition, *running):
     """Wait until a condition holds. None of these commands may end before that."""
-    end = time.monotonic() + limit
+    end = time.monotonic() + 300
     while not condition():
-        state = [text[-3000:] for each in running for text in each.printed()]
-        alive = all(each.process.poll() is None for each in running)
-        assert alive and time.monotonic() < end, state
+        alive = all(each.code is None for each in running)
+        assert alive and time.monotonic() < end, running
         time.sleep(0.05)
 
 
-def wait_for(text, *running, times=1):
-    """Wait until these commands have printed a text this many times."""
-    wait_until(
-        lambda: sum(each.printed()[0].count(text) for each in running) >= times,
-        *running,
-    )
-
-
-def each_row(text):
+def each_row(text, slow=""):
     """Call a test with the cells of each row of a text. A | separates them."""
-    rows = [re.split(r" *\| *", line.strip()) for line in text.strip().splitlines()]
-    return pytest.mark.parametrize("row", rows, ids=lambda row: row[0])
+    rows = []
+    for part, marks in ((text, ()), (slow, pytest.mark.slow)):
+        for line in part.strip().splitlines():
+            row = re.split(r" *\| *", line.strip())
+            rows.append(pytest.param(row, id=row[0], marks=marks))
+    return pytest.mark.parametrize("row", rows)
 
 
 def free_port():
@@ -176,23 +163,21 @@ def processes(token):
     return found
 
 
-def tools(folder, bare=False, **scripts):
-    """A PATH on which these shell scripts come before the real tools.
-
-    bare: they replace the real tools, except bash and dirname.
-    """
+def tools(folder, **scripts):
+    """A PATH on which these shell scripts come before the real tools."""
     folder.mkdir(parents=True)
     for name, text in scripts.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
-    for tool in ("bash", "dirname") if bare else ():
-        (folder / tool).symlink_to(shutil.which(tool))
-    return str(folder) if bare else f"{folder}:{os.environ['PATH']}"
+    return f"{folder}:{os.environ['PATH']}"
 
 
 def torchrun(script, ranks, *options, fault=None):
     """The command that starts a script as its page does, with a fault of faults.py."""
     command = [*TORCHRUN, f"--nproc-per-node={ranks}"]
+    if "ONE_GPU" in os.environ:  # which NCCL only shares with ranks of other hosts
+        line = 'NCCL_SOCKET_IFNAME=lo NCCL_HOSTID=$RANK LOCAL_RANK=0 exec python "$@"'
+        command += ["--no-python", "bash", "-c", line, "-"]
     if fault:
         command += [ROOT / "tests/faults.py", fault]
     return [*command, script, *options]
@@ -206,21 +191,18 @@ def train(script, ranks, *options, cwd, code=0, fault=None, **environment):
     return result
 
 
-def copy_project(folder, *files, small=()):
+def copy_project(folder, *paths, small=False):
     """Copy files, or the scripts and run.sh of folders, and common/ into one folder.
 
-    small: "data" or "model", whose file in common/ is replaced by that of tests/small/.
+    small: with tests/small/data.py in place of common/data.py.
     """
-    common = folder / "common"
-    shutil.copytree(ROOT / "common", common, ignore=IGNORED)
-    for file in files:
-        path = ROOT / file
+    shutil.copytree(ROOT / "common", folder / "common", ignore=IGNORED)
+    for path in paths:
+        path = ROOT / path
         for each in path.glob("*.[ps]*") if path.is_dir() else [path]:
             shutil.copy(each, folder)
-    if "model" in small:
-        (common / "model.py").rename(common / "whole.py")
-    for name in [small] if isinstance(small, str) else small:
-        shutil.copy(ROOT / f"tests/small/{name}.py", common)
+    if small:
+        shutil.copy(ROOT / "tests/small/data.py", folder / "common")
     return folder
 
 
@@ -230,44 +212,32 @@ def edit(file, old, new):
     file.write_text(text.replace(old, new))
 
 
-def fewer_digits(project, digits=140):
-    """Let a copy train on this many of the digits, each at nine positions."""
-    edit(project / "common/data.py", "[:1438", f"[:{digits}")
-    return project
-
-
-def without_batch_norm(project):
-    """Let a copied ConvNet normalise each image alone, so that a batch can be split."""
-    edit(project / "common/model.py", "nn.BatchNorm2d(", "nn.GroupNorm(4, ")
-    return project
-
-
 def copy_repository(folder, digits=140):
-    """Copy this repository, with few digits, which are also its `data`."""
+    """Copy this repository, with few digits to train on, which are also its `data`."""
     shutil.copytree(ROOT, folder, ignore=IGNORED)
     (folder / "data").symlink_to("common")
-    return fewer_digits(folder, digits)
+    edit(folder / "common/data.py", "[:1438", f"[:{digits}")
+    return folder
 
 
 def load(path):
     return torch.load(path, "cpu", weights_only=True)
 
 
-def distance(one, other):
-    """The largest difference of two files or dictionaries of weights."""
-    one = one if isinstance(one, dict) else load(one)
-    other = other if isinstance(other, dict) else load(other)
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
+def check_close(file, weights, most=1e-8):
+    """The weights of a file may differ by this much from these, or another file's."""
+    if isinstance(weights, Path):
+        weights = load(weights)
+    torch.testing.assert_close({**load(file)}, {**weights}, rtol=0, atol=most)
 
 
 def equal(*files):
     """Whether two files have equal contents, with tensors equal bit for bit."""
 
-    def content(tensor):
+    def bits(tensor):
         return tensor.dtype, tensor.shape, tensor.numpy().tobytes()
 
-    one, other = [tree_map_only(torch.Tensor, content, load(file)) for file in files]
+    one, other = [tree_map_only(torch.Tensor, bits, load(file)) for file in files]
     return one == other
 
 

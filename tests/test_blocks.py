@@ -1,9 +1,10 @@
 """The blocks of code on 04's pages, on two ranks and against one process."""
 
 import contextlib
-import json
+import copy
 import re
-import textwrap
+from itertools import chain
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,12 +13,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-PAGES = [ROOT / "04_ddp_torchrun" / name for name in ("README.md", "your_script.md")]
-BLOCKS = [
-    block
-    for page in PAGES
-    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
-]
+from common.gather import all_gather_objects
+
+TEXT = "".join(
+    (ROOT / "04_ddp_torchrun" / name).read_text()
+    for name in ("README.md", "your_script.md")
+)
 CPU = torch.device("cpu")
 
 
@@ -27,7 +28,8 @@ def test_the_blocks_compute_what_one_process_does(tmp_path):
 
 def block(words):
     """The block with these words, which has at most twenty lines."""
-    [found] = [block for block in BLOCKS if words in block]
+    blocks = re.findall(r"^```python\n(.*?)^```$", TEXT, re.M | re.S)
+    [found] = [each for each in blocks if words in each]
     assert found.count("\n") <= 20, found
     return found
 
@@ -39,43 +41,28 @@ def define(words):
     return names
 
 
-def joined(value):
-    """The values of both ranks, in the order in which DistributedSampler deals them."""
-    every = [None] * 2
-    dist.all_gather_object(every, value)
-    return [each for pair in zip(*every, strict=True) for each in pair]
+def joined(part):
+    """The parts of both ranks, in the order in which DistributedSampler deals them."""
+    return [*chain(*zip(*all_gather_objects([*part]), strict=True))]
 
 
-class Both:
-    """A model with DDP, and the same model alone, each with an optimizer."""
+def step(loss, *models):
+    """A step of SGD, because Adam would hide a wrong factor; all models stay equal."""
+    loss.backward()
+    for weights in zip(*[model.parameters() for model in models], strict=True):
+        for weight in weights:
+            weight.data -= 0.1 * weight.grad
+            weight.grad = None
+        torch.testing.assert_close(weights[0], weights[-1], rtol=0, atol=1e-12)
 
-    def __init__(self, model):
-        torch.manual_seed(1)
-        self.alone, self.model = model(), model()
-        self.model.load_state_dict(self.alone.state_dict())
-        self.ddp_model = DDP(self.model)
-        # Adam would hide a wrong factor
-        self.optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in self.models()]
 
-    def models(self):
-        return self.model, self.alone
-
-    def step_alone(self, loss):
-        loss.backward()
-        self.optimizers[1].step()
-        self.optimizers[1].zero_grad()
-
-    def check(self):
-        weights = [list(model.parameters()) for model in self.models()]
-        torch.testing.assert_close(*weights, rtol=0, atol=1e-12)
+def pair(alone):
+    """A model with DDP, and the same one alone."""
+    return DDP(copy.deepcopy(alone)), alone
 
 
 class WithScale(nn.Linear):
-    """Its scale gets gradients of all pairs."""
-
-    def __init__(self):
-        super().__init__(8, 6)
-        self.scale = nn.Parameter(torch.tensor(3.0))
+    """The scale gets gradients of all pairs."""
 
     def forward(self, pairs):
         left, right = super().forward(pairs)
@@ -84,62 +71,47 @@ class WithScale(nn.Linear):
 
 def contrastive():
     loss_of = define("def contrastive_loss")["contrastive_loss"]
-    both = Both(WithScale)
-    pairs = torch.randn(10, 2, 4, 8, generator=torch.Generator().manual_seed(2))
-    for batch in pairs:  # [side, pair, numbers]
-        own = batch.chunk(2, dim=1)[dist.get_rank()]
-        loss = loss_of(*both.ddp_model(own))
-        loss.backward()
-        both.optimizers[0].step()
-        both.optimizers[0].zero_grad()
-        left, right = both.alone(batch)
-        right_one = torch.arange(4)
-        losses = [
-            nn.functional.cross_entropy(matrix, right_one)
-            for matrix in (left @ right.T, right @ left.T)
-        ]
-        torch.testing.assert_close(loss / 2, sum(losses) / 2)
-        both.step_alone(sum(losses) / 2)
-    both.check()
+    alone = WithScale(8, 6)
+    alone.scale = nn.Parameter(torch.tensor(3.0))
+    ddp_model, alone = pair(alone)
+    for batch in torch.randn(10, 2, 4, 8):  # [side, pair, numbers]
+        loss = loss_of(*ddp_model(batch.chunk(2, dim=1)[dist.get_rank()]))
+        left, right = alone(batch)
+        own = torch.arange(4)
+        whole = nn.functional.cross_entropy(left @ right.T, own)
+        whole = (whole + nn.functional.cross_entropy(right @ left.T, own)) / 2
+        torch.testing.assert_close(loss, 2 * whole)
+        step(loss + whole, ddp_model, alone)
 
 
 def accumulation():
     """Each rank has 70 samples: a step of 64, and one of 6."""
-    both = Both(lambda: nn.Linear(3, 2))
+    ddp_model, alone = pair(nn.Linear(3, 2))
     data = TensorDataset(torch.randn(140, 3), torch.arange(140) % 2)
     sampler = DistributedSampler(data)
-    names = {
-        "contextlib": contextlib,
-        "nn": nn,
-        "device": CPU,
-        "ddp_model": both.ddp_model,
-        "optimizer": both.optimizers[0],
-        "train_loader": DataLoader(data, 16, sampler=sampler),
-    }
+    names = {"contextlib": contextlib, "nn": nn, "device": CPU, "ddp_model": ddp_model}
+    names["optimizer"] = torch.optim.SGD(ddp_model.parameters(), 0.1)
+    names["train_loader"] = DataLoader(data, 16, sampler=sampler)
     exec(block("no_sync"), names)
-    order = joined([*sampler])
-    for step in (order[:128], order[128:]):
-        x, y = data[step]
-        both.step_alone(nn.functional.cross_entropy(both.alone(x), y))
-    both.check()
+    order = joined(sampler)
+    for samples in (order[:128], order[128:]):
+        x, y = data[samples]
+        step(nn.functional.cross_entropy(alone(x), y), alone)
+    weights = [[*model.parameters()] for model in (ddp_model, alone)]
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-12)
 
 
 def early_stopping():
     """After three epochs that are not better than the second; it has the best file."""
-    model = nn.Linear(1, 1)
-    names = {"torch": torch, "dist": dist, "model": model}
-    names["corrects"] = torch.tensor([5, 8, 7, 8, 6, 9])
-    loop = """
-        best, patience = 0, 3
-        for epoch, number in enumerate(corrects):
-            model.bias.data.fill_(epoch)
-            correct = number, 10
-        """
-    block_in_loop = textwrap.indent(block("patience -= 1"), " " * 4)
-    exec(textwrap.dedent(loop).rstrip() + "\n" + block_in_loop, names)
-    assert names["epoch"] == 4
+    loop = (
+        "best, patience = 0, 3\nfor epoch, number in enumerate((5, 8, 7, 8, 6, 9)):\n"
+    )
+    loop += " model.bias.data.fill_(epoch)\n"
+    loop += " correct = torch.tensor((number, 10))\n "
+    names = {"torch": torch, "dist": dist, "model": nn.Linear(1, 1)}
+    exec(loop + block("patience -= 1").replace("\n", "\n "), names)
     dist.barrier()  # rank 0 has written the file
-    assert torch.load("best.pt")["bias"] == 1
+    assert names["epoch"] == 4 and torch.load("best.pt")["bias"] == 1
 
 
 def predictions():
@@ -153,67 +125,49 @@ def weighted_sampling():
     """The samples of one process; half of them are of a class with a tenth of all."""
     sampler_of = define("class WeightedSampler")["WeightedSampler"]
     labels = (torch.arange(1000) % 10 == 0).long()
-    weights = 1 / labels.bincount()[labels]
-    epochs = []
-    for epoch in range(2):
-        sampler = sampler_of(range(1000), weights, seed=3)
-        alone = sampler_of(range(1000), weights, seed=3, num_replicas=1, rank=0)
-        for each in (sampler, alone):
-            each.set_epoch(epoch)
-        epochs.append(joined([*sampler]))
-        assert epochs[-1] == [*alone]
-        assert 400 < labels[epochs[-1]].sum() < 600
-    assert epochs[0] != epochs[1]
+    given = range(1000), 1 / labels.bincount()[labels]
+    ours, alone = sampler_of(*given), sampler_of(*given, num_replicas=1, rank=0)
+    ours.set_epoch(1)
+    assert joined(ours) != [*alone]
+    alone.set_epoch(1)
+    assert joined(ours) == [*alone]
+    assert 400 < labels[joined(ours)].sum() < 600
 
 
 def stream():
     """Each sample once. One worker of a rank has one sample more than the others."""
-    both = Both(lambda: nn.Linear(3, 2))
-    x, y = torch.randn(45, 3), torch.arange(45) % 2
-    samples = [*zip(x, y, strict=True)]
+    ddp_model, alone = pair(nn.Linear(3, 2))
+    samples = [*zip(torch.randn(45, 3), torch.arange(45) % 2, strict=True)]
     names = define("class Stream") | define("def while_all_have_one")
-    loader = DataLoader(names["Stream"](samples), 6, num_workers=2)
-    used = 0
-    for batch, part in names["while_all_have_one"](loader, CPU):
-        loss = nn.functional.cross_entropy(both.ddp_model(batch[0]), batch[1])
-        (loss * part * 2).backward()
-        both.optimizers[0].step()
-        both.optimizers[0].zero_grad()
-        every = [None] * 2
-        dist.all_gather_object(every, batch)
-        x, y = [torch.cat(parts) for parts in zip(*every, strict=True)]
-        both.step_alone(nn.functional.cross_entropy(both.alone(x), y))
+    loader, used = DataLoader(names["Stream"](samples), 6, num_workers=2), 0
+    for (x, y), part in names["while_all_have_one"](loader, CPU):
+        loss = nn.functional.cross_entropy(ddp_model(x), y) * part * 2
+        x, y = map(torch.cat, zip(*all_gather_objects((x, y)), strict=True))
+        step(loss + nn.functional.cross_entropy(alone(x), y), ddp_model, alone)
         used += len(x)
     assert used == 45
-    both.check()
 
 
 def profile():
     """One file for each rank, with three steps and their communication."""
-    both = Both(lambda: nn.Linear(3, 2))
     names = {"torch": torch, "dist": dist, "nn": nn, "device": CPU}
-    names |= {"ddp_model": both.ddp_model, "optimizer": both.optimizers[0]}
+    names["ddp_model"] = DDP(nn.Linear(3, 2))
+    names["optimizer"] = torch.optim.SGD(names["ddp_model"].parameters())
     names["train_loader"] = [(torch.randn(4, 3), torch.arange(4) % 2)] * 9
     exec(block("torch.profiler.profile"), names)
-    with open(f"trace-{dist.get_rank()}.json") as file:
-        events = {event["name"] for event in json.load(file)["traceEvents"]}
-    steps = {name for name in events if name.startswith("ProfilerStep")}
-    assert steps == {f"ProfilerStep#{n}" for n in (4, 5, 6)}
-    assert "gloo:all_reduce" in events
+    trace = Path(f"trace-{dist.get_rank()}.json").read_text()
+    assert "ProfilerStep#6" in trace and "gloo:all_reduce" in trace
 
 
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    for check in (
-        contrastive,
-        accumulation,
-        early_stopping,
-        predictions,
-        weighted_sampling,
-        stream,
-        profile,
-    ):
-        check()
+    contrastive()
+    accumulation()
+    early_stopping()
+    predictions()
+    weighted_sampling()
+    stream()
+    profile()
     dist.destroy_process_group()

@@ -93,11 +93,12 @@ def test_two_processes_train_and_rank_0_saves(script, copy, tmp_path):
     printed = start(*SCRIPTS[script], copy / script, tmp_path, options)
     [accuracy] = re.findall(LINE, printed, re.M)
     [loss] = re.findall(r"  loss \d\.\d{4}", printed)
-    [device] = re.findall("^starting .*cpu", printed, re.M)
+    [_] = re.findall("^starting ", printed, re.M)
     [file] = tmp_path.glob("*/new/*")
     assert file == tmp_path / "0/new/mnist.pt"
     model = VisionTransformer(64, 3) if "fsdp" in script else ConvNet()
-    assert accuracy == f"{accuracy_of(model, file):.4f}"
+    # a GPU may choose another digit if an image is equally near to two of them
+    assert float(accuracy) == pytest.approx(accuracy_of(model, file), abs=2 / 359)
 
 
 def test_08_has_the_script_of_06():

@@ -98,9 +98,4 @@ class Daemons:
     def wait_until_up(self, condition):
         """Wait until a shell command succeeds: it fails while the daemons start."""
         loop = f"until {condition}; do sleep 0.2; done"
-        try:
-            self.run("timeout", 100, "bash", "-c", loop)
-        except AssertionError:
-            pytest.skip(
-                f"no start: {(self.folder / 'daemons.log').read_text()[-2000:]}"
-            )
+        self.run("timeout", 100, "bash", "-c", loop)

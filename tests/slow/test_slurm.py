@@ -13,6 +13,7 @@ from hosts import ADDRESSES, Daemons
 TRAIN, FSDP = "07_slurm/train.py", "07_slurm/fsdp.py"
 # 23 steps an epoch
 OPTIONS = "--epochs 2 --batch-size 4 --save-every 3 --device cpu".split()
+*_, IMAGE = order_of(1, 181, 2, seed=0)[:150]  # read after the first save
 STOP = re.compile(
     r"^epoch (\d)/2 +(\d+%).*\nstopped: the same command resumes\n"
     r"(?s:.*?)^starting at {'epoch': (\d), 'done': (\d+)} on 2 ranks, cpu\n",
@@ -86,8 +87,9 @@ class Job:
 
     def log(self):
         """What it and the earlier jobs in this folder have printed."""
-        logs = sorted(self.folder.glob("mnist-*.log"))
-        return "".join(log.read_text() for log in logs)
+        return "".join(
+            log.read_text() for log in sorted(self.folder.glob("mnist-*.log"))
+        )
 
     def wait(self, condition):
         end = time.monotonic() + 300
@@ -95,161 +97,118 @@ class Job:
             assert time.monotonic() < end, self
             time.sleep(1)
 
-    def finish(self, state="COMPLETED", restarts=0):
-        """Wait for this state and check how often it was requeued."""
+    def slow(self, seconds):
+        """For each image."""
+        (self.folder / "slow").write_text(f"{seconds}")
+
+    def check(self, state="COMPLETED", restarts=0):
+        """It ends in this state, after so many requeues."""
         self.wait(lambda: self.record()["JobState"] == state)
-        assert self.record()["Restarts"] == str(restarts), self
+        assert self.record()["Restarts"] == f"{restarts}", self
 
-    def wait_for_a_save(self, start=1):
-        """Wait until it has saved a checkpoint after this start."""
-        self.wait(lambda: "%  loss" in "".join(self.log().split("starting at")[start:]))
-
-    def check_resumes(self, name=None, restarts=1, stops=0):
+    def check_resumes(self, file="mnist-*.pt", restarts=1, stops=0):
         """It ends as if nothing had disturbed it, and no stop has lost a step."""
-        (self.folder / "slow").unlink(missing_ok=True)
-        self.finish(restarts=restarts)
+        self.slow(0)
+        self.check(restarts=restarts)
         places = STOP.findall(self.log())
         assert len(places) == stops, self
         for epoch, percent, again, done in places:
             assert (epoch, percent) == (again, f"{int(done) / 181:.0%}"), self
-        assert self.log().count("{'epoch': 1, 'done': 0}") == 1, self
-        assert equal(self.folder / f"{name or f'mnist-{self.id}'}.pt", self.weights)
+        [weights] = self.folder.glob(file)
+        assert equal(weights, self.weights)
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     """A copy with small data and networks, one of which has dropout."""
     folder = tmp_path_factory.mktemp("slurm") / "project"
-    project = copy_project(folder, small=("data", "model"))
+    project = copy_project(folder, small=True)
     for folder in ("04_ddp_torchrun", "07_slurm"):
         shutil.copytree(ROOT / folder, project / folder, ignore=IGNORED)
+    for script in (TRAIN, FSDP):  # the weights without Slurm
+        output = project / f"{Path(script).stem}.weights"
+        train(
+            project / script,
+            2,
+            *OPTIONS,
+            f"--output={output}",
+            cwd=project / script[:2],
+        )
     return project
 
 
-@pytest.fixture(scope="module")
-def undisturbed(project):
-    """The weights of each script without Slurm."""
-    weights = {}
-    for script in (TRAIN, FSDP):
-        place = project / f"{script} alone"
-        train(project / script, 2, *OPTIONS, cwd=place)
-        weights[script] = place / "mnist.pt"
-    return weights
-
-
 @pytest.fixture
-def submit(cluster, project, undisturbed, tmp_path):
-    """Submits jobs in copies of the project; a slow one has saved a checkpoint."""
+def submit(cluster, project, tmp_path):
+    """Submits a job in a copy of the project; a slow one has saved a checkpoint."""
 
     def submit(script=TRAIN, *options, name="job", slow=False, **settings):
-        folder = tmp_path / f"{name} {Path(script).stem}"
-        shutil.copytree(project, folder, dirs_exist_ok=True)
+        name = f"{name} {Path(script).stem}"
+        shutil.copytree(project, tmp_path / name, dirs_exist_ok=True)
         settings = {"NPROC": "1", "OMP_NUM_THREADS": "1", "SCRIPT": script} | settings
-        if slow:
-            (folder / "slow").write_text("1")  # seconds for each image
         command = ["sbatch", "--parsable", "07_slurm/run.sh", *options]
-        if script in (TRAIN, FSDP):
-            command += OPTIONS
-        number = cluster.run(*command, folder=folder, **settings).strip()
-        job = Job(cluster, folder, number, undisturbed.get(script))
+        command += OPTIONS if script in (TRAIN, FSDP) else []
+        job = Job(
+            cluster, tmp_path / name, "", project / f"{Path(script).stem}.weights"
+        )
+        job.slow(float(slow))
+        job.id = cluster.run(*command, folder=job.folder, **settings).strip()
         if slow:
-            job.wait_for_a_save()
+            job.wait(lambda: "%  loss" in job.log())
         return job
 
     return submit
 
 
-def test_by_hand_in_an_allocation(cluster, project, tmp_path):
-    """The page's commands: four ranks by torchrun, and the same four by srun."""
-    shutil.copytree(project, tmp_path, dirs_exist_ok=True)
-    page = (ROOT / "07_slurm/README.md").read_text()
-    _, page = page.split("## Without sbatch")
-    allocate, *commands = re.findall(r"```sh\n([^`]*)", page)
-    options = f"{' '.join(OPTIONS)} --output $((++n)).pt"
-    commands = "n=0\n" + "".join(commands).replace("train.py ", f"train.py {options} ")
-    command = [*allocate.split(), "bash", "-euc", commands]
-    cluster.run(*command, folder=tmp_path, OMP_NUM_THREADS="1")
-    assert equal(tmp_path / "1.pt", tmp_path / "2.pt")
+def test_failed(submit, tmp_path):
+    """A rank fails or is killed: a job that has saved is requeued, no other one.
 
-
-def test_failed_with_progress(submit):
-    """A rank fails or is killed; the job is requeued."""
-    *_, image = order_of(1, 181, 2, seed=0)[:150]
-    failed = submit(IMAGE=f"{image} 0")
-    killed = submit(FSDP, IMAGE=f"{image} 9")
+    One with an error that remains is requeued once.
+    """
+    failed, killed = submit(IMAGE=f"{IMAGE} 0"), submit(FSDP, IMAGE=f"{IMAGE} 9")
+    first = order_of(1, 181, 2, seed=0)[0]
+    early = submit(name="early", IMAGE=f"{first} 9")
+    (tmp_path / "remain fsdp/a run.pt").mkdir(parents=True)  # so --output is an error
+    remain = submit(FSDP, name="remain", RUN="a run")
     for job in (failed, killed):
         job.check_resumes()
     assert "OSError: this image cannot be read" in failed.log()
+    early.check("FAILED")
+    remain.check("FAILED", restarts=1)
 
 
-def test_failed_without_progress(submit, tmp_path):
-    """The job is not requeued; one with an error that remains is requeued once."""
-    *_, image = order_of(1, 181, 2, seed=0)[:4]
-    killed = submit(IMAGE=f"{image} 9")
-    wrong = submit(TRAIN, "--checkpoint", "x", name="wrong")
-    (tmp_path / "remain fsdp/a run.pt").mkdir(parents=True)  # so --output is an error
-    remain = submit(FSDP, name="remain", RUN="a run")
-    killed.finish("FAILED")
-    wrong.finish("FAILED")
-    assert "set RUN=name instead of --checkpoint" in wrong.log()
-    remain.finish("FAILED", restarts=1)
-
-
-def test_out_of_time(cluster, submit):
+def test_out_of_time_and_cancelled_and_submitted_again(cluster, submit):
     """Slurm looks every 30 s, and sends the signal early: after 50 to 80 s."""
     limit = {"SBATCH_TIMELIMIT": "2", "SBATCH_SIGNAL": "TERM@40"}
-    job = submit(FSDP, slow=True, **limit)
-    job.wait(lambda: job.record()["Restarts"] == "1")
-    cluster.run("scontrol", "update", f"jobid={job.id}", "TimeLimit=10")
-    job.check_resumes(stops=1)
+    job = submit(FSDP, slow=True, RUN="a run", **limit)
+    job.wait(lambda: job.log().count("starting at") == 2)
+    cluster.run("scancel", job.id)
+    job.check("CANCELLED", restarts=1)
+    submit(FSDP, RUN="a run").check_resumes("a run.pt", restarts=0, stops=2)
 
 
 def test_an_element_of_an_array_is_requeued_alone(cluster, submit):
     """The last one, which has the number of the array; each has its own files."""
     array = submit(slow=True, RUN="a run", SBATCH_ARRAY_INX="1-2")
     array.wait(lambda: len([*array.folder.glob("a run_?.ckpt")]) == 2)
-    one, last = [
+    elements = [
         Job(cluster, array.folder, f"{array.id}_{number}", array.weights)
         for number in (1, 2)
     ]
-    cluster.run("scancel", "--signal=TERM", last.id)
-    last.wait(lambda: last.record()["Restarts"] == "1")
-    (array.folder / "slow").unlink()
-    for number, job in enumerate((one, last), start=1):
-        job.finish(restarts=number - 1)
-        assert equal(array.folder / f"a run_{number}.pt", array.weights)
+    cluster.run("scancel", "--signal=TERM", elements[1].id)
+    elements[1].wait(lambda: elements[1].record()["Restarts"] == "1")
+    array.slow(0)
+    for restarts, job in enumerate(elements):
+        job.check(restarts=restarts)
+        assert equal(array.folder / f"a run_{restarts + 1}.pt", array.weights)
 
 
 def test_preempted(cluster, submit):
     """With a grace time run.sh requeues the job; without one, Slurm does."""
     jobs = [
-        submit(script, slow=True, SBATCH_PARTITION=partition)
-        for script, partition in ((FSDP, "grace"), (TRAIN, "main"))
+        submit(FSDP, slow=True, SBATCH_PARTITION="grace"),
+        submit(TRAIN, slow=True, SBATCH_PARTITION="main"),
     ]
     urgent = "sbatch --wait --partition=urgent --exclusive --nodes=2 --wrap=true"
     cluster.run(*urgent.split())
     for job in jobs:
         job.check_resumes(stops=1)
-
-
-def test_stopped_then_cancelled_then_submitted_again(cluster, submit):
-    """The stop takes longer than Slurm's KillWait and torchrun's own limit, 30 s."""
-    job = submit(slow=True, RUN="a run")
-    (job.folder / "slow").write_text("9")  # 36 s a step
-    cluster.run("scancel", "--signal=TERM", job.id)
-    job.wait(lambda: "stopped" in job.log())
-    (job.folder / "slow").write_text("0.6")
-    job.wait_for_a_save(start=2)
-    cluster.run("scancel", job.id)
-    job.finish("CANCELLED", restarts=1)
-    submit(RUN="a run").check_resumes("a run", restarts=0, stops=2)
-
-
-def test_the_selftest_by_the_same_batch_script(submit):
-    """Slurm reads the header of the script correctly in spite of its comments."""
-    job = submit("04_ddp_torchrun/selftest.py", NPROC="2")
-    job.finish()
-    ok = r"^OK: all checks passed on 4 ranks on (h0, h1|h1, h0)$"
-    assert re.search(ok, job.log(), re.M), job
-    header = {"JobName": "mnist", "CPUs/Task": "32", "TimeLimit": "01:00:00"}
-    assert job.record().items() >= header.items(), job

@@ -1,8 +1,8 @@
 """Replaces common/data.py: few images, and events.
 
 READ="1 57 15": the process of rank 1 gets signal 15 when it reads its 57th image.
-IMAGE="5 9": the process that reads image 5, maybe a worker, gets signal 9, or with 0 an
-error; only once, because it writes a file `happened`. A file `slow` has the seconds
+IMAGE="5 9": the process that reads image 5, maybe a worker, gets signal 9; only once,
+because it writes a file `happened`. Signal 0 is an error. A file `slow` has the seconds
 that each image takes.
 """
 
@@ -28,16 +28,20 @@ class Images(TensorDataset):
         Images.read += 1
         rank, at, number = map(int, os.environ.get("READ", "0 0 0").split())
         if Images.read == at and os.environ["RANK"] == f"{rank}":
-            os.kill(os.getpid(), number)
+            happen(number)
         at, number = map(int, os.environ.get("IMAGE", "-1 0").split())
         if index == at and not os.path.exists("happened"):
             open("happened", "w").close()
-            os.kill(os.getpid(), number)
-            if number == 0:
-                raise OSError("this image cannot be read")
+            happen(number)
         with contextlib.suppress(FileNotFoundError), open("slow") as file:
-            time.sleep(float(file.read()))
+            time.sleep(float(file.read() or 0))  # empty: it is being written
         return super().__getitem__(index)
+
+
+def happen(number):
+    if number == 0:
+        raise OSError("this image cannot be read")
+    os.kill(os.getpid(), number)
 
 
 def load_mnist(folder=None, download=True):
