@@ -255,10 +255,9 @@ def save_checkpoint(folder, model, optimizer, progress, must_match):
     path = folder / "epoch-{epoch:06}-done-{done:012}".format(**progress)  # sortable
     if dist.get_rank() == 0:  # on a parallel disk mkdir by several ranks may fail
         path.mkdir(parents=True, exist_ok=True)
-    wait_for_file(path)
+    wait_for_file(path)  # FSDP-5: then all write shards, and rank 0 .metadata last
     for buffer in model.buffers():  # DDP-5: all ranks take rank 0's, as after a resume
         dist.broadcast(buffer, src=0)
-    # FSDP-5: each rank writes its shards; then rank 0 renames .metadata into place
     dcp.save(state_of(model, optimizer, progress, must_match), checkpoint_id=path)
     if dist.get_rank() == 0:
         kept = sorted(file.parent for file in folder.glob("epoch-*/.metadata"))[-2:]
@@ -275,19 +274,17 @@ def load_newest(folder, model, optimizer, progress, must_match):
     [path] = newest
     if path and wait_for_file(path):
         state = state_of(model, optimizer, progress, must_match)
-        dcp.load(state, checkpoint_id=path.parent)  # FSDP-5: the weights in place
+        dcp.load(state, checkpoint_id=path.parent)  # FSDP-5: only weights in place
         saved_progress, saved = state["run"]
         if saved != must_match:
             raise ValueError(f"{folder} has {saved}, not {must_match}")
         progress.update(saved_progress)
-        # the weights are loaded; this gives moments, lr, ... to the optimizer
         dcp_state.set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
 def state_of(model, optimizer, progress, must_match):  # FSDP-5: to save and load
-    # DTensors know their place. A new optimizer gets moments, for load() to fill
+    # load() fills the moments of a new optimizer. In a tuple, DCP changes no dict
     weights, moments = dcp_state.get_state_dict(model, optimizer)
-    # DCP keeps a tuple as it is, but would change a dict, such as its keys to text
     return {"model": weights, "optimizer": moments, "run": (progress, must_match)}
 
 
