@@ -264,8 +264,9 @@ def load_rows(args):  # DDP-3: rank 0 reads the text, all ranks map its file of 
         tokens = nn.functional.pad(tokens, (0, 2 * size), value=-100)
         tokens = tokens.unfold(0, size, size)
         rows = torch.cat([first.expand(len(tokens), -1), tokens], dim=1)
-        torch.save(rows, path)
-    wait_for_file(path)  # which first waits for rank 0
+        torch.save(rows, f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+    wait_for_file(path)
     return torch.load(path, mmap=True)
 
 

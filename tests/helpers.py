@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map_only
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 3
-FOLDERS = sorted(path.parent.name for path in ROOT.glob("0*/train.py"))
 TORCHRUN = ["torchrun", "--standalone", "--local-addr=127.0.0.1"]
 IGNORED = shutil.ignore_patterns(".git", ".venv", "*cache*", "data", "site", "*.pt")
 # conftest.py hides them, and workers of pytest-xdist inherit what it has set

@@ -1,7 +1,10 @@
 """Any number of processes compute what one does: train_alone(), without a script."""
 
+import itertools
 import re
+from types import SimpleNamespace
 
+import pytest
 import torch
 from faults import GroupNorm
 from helpers import (
@@ -20,7 +23,7 @@ from helpers import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-IMAGES, CLIP = 101, 1
+IMAGES = 101
 
 
 def by_loader(epoch, length, ranks):
@@ -38,9 +41,9 @@ HOW = {
     "01_dataparallel/train.py": {"order": by_loader},
     "05_model_parallel/pipeline.py": {**SAME_BATCH, "drop": IMAGES % 24},
     "05_model_parallel/tensor_parallel.py": SAME_BATCH,
-    "05_model_parallel/fsdp.py": {"peak": 0.006, "clip": CLIP},
+    "05_model_parallel/fsdp.py": {"peak": 0.006, "clip": 1},
     "06_checkpointing/train.py": {"length": IMAGES},
-    "07_slurm/fsdp.py": {"peak": 0.006, "clip": CLIP, "length": IMAGES},
+    "07_slurm/fsdp.py": {"peak": 0.006, "clip": 1, "length": IMAGES},
 }
 # script | processes | --batch-size | options
 WAYS = """
@@ -61,17 +64,28 @@ MORE = """
 """
 
 
-def train_alone(model, data, ranks, batch, order=order_of, peak=0.03, **how):
+def train_alone(
+    model,
+    data,
+    ranks,
+    batch,
+    order=order_of,
+    peak=0.03,
+    clip=torch.inf,
+    length=None,
+    drop=0,
+):
     """Train in one process; yields each epoch's loss and accuracy, as they are printed.
 
     drop: the last images. length: the rate follows the images, and not the steps.
     """
-    drop, length, clip = [how.get(each) for each in ("drop", "length", "clip")]
-    (images, labels), test_set = data.load_mnist()[0].tensors, data.load_mnist()[1]
-    size, count = ranks * batch, IMAGES + -IMAGES % ranks - (drop or 0)
+    train_set, test_set = data.load_mnist()
+    images, labels = train_set.tensors
+    size, count = ranks * batch, IMAGES + -IMAGES % ranks - drop
     peak *= (size / 256) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters())
     criterion = nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.1)
+    norms = []
     for epoch in range(2):
         model.train()
         steps = torch.tensor(order(epoch + 1, IMAGES, ranks)[:count]).split(size)
@@ -88,7 +102,7 @@ def train_alone(model, data, ranks, batch, order=order_of, peak=0.03, **how):
                 )
                 (loss / len(step)).backward()
                 total += loss.item()
-            nn.utils.clip_grad_norm_(model.parameters(), clip or torch.inf)
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip))
             middle = (number + 0.5) / len(steps)
             if length:
                 middle = (number * size + min((number + 1) * size, length)) / 2 / length
@@ -100,6 +114,8 @@ def train_alone(model, data, ranks, batch, order=order_of, peak=0.03, **how):
         [(test_images, test_labels)] = DataLoader(test_set, len(test_set))
         accuracy = (model(test_images).argmax(1) == test_labels).double().mean()
         yield f"{total / count:.4f}", f"{accuracy:.4f}"
+    # or clipping all gradients, or none, would be no error
+    assert clip == torch.inf or min(norms) < clip < max(norms), norms
 
 
 @each_row(WAYS, slow=MORE)
@@ -142,8 +158,39 @@ def test_processes_compute_what_one_does(row, tmp_path, float64, monkeypatch):
     check_close(project / "mnist.pt", model.state_dict())
 
 
+SHARES = ["06_checkpointing/train.py", "06_checkpointing/image_folder.py"]
+SHARES += ["07_slurm/train.py", "07_slurm/fsdp.py"]
+
+
+@pytest.mark.parametrize("path", SHARES)
+def test_shares_of_the_rest_of_an_epoch_are_equal(path):
+    """Also of fewer images than ranks; together they are all images that are left."""
+    source = re.search(
+        r"^def rest_of_epoch.*?(?=^\S)", (ROOT / path).read_text(), re.M | re.S
+    )
+    ranks = SimpleNamespace()
+    names = {"torch": torch, "dist": ranks}
+    exec(source[0], names)
+    for length, world_size, done in itertools.product((1, 3, 10), (1, 2, 8), (0, 1, 9)):
+        if done < length:
+            ranks.get_world_size = lambda size=world_size: size
+            shares = []
+            for rank in range(world_size):
+                ranks.get_rank = lambda rank=rank: rank
+                shares.append(names["rest_of_epoch"](length, SEED, done))
+            assert len({len(share) for share in shares}) == 1
+            dealt = [index for turn in zip(*shares, strict=True) for index in turn]
+            left = order_of(0, length, 1)[done:]
+            assert dealt[: len(left)] == left and len(dealt) < len(left) + world_size
+
+
 def test_the_selftest_passes(tmp_path):
     script = ROOT / "04_ddp_torchrun/selftest.py"
     result = train(script, 2, "--timeout=300", cwd=tmp_path)
     assert "\nOK: all checks passed on 2 ranks on " in result.output, result
-    assert re.search(r"^all_reduce +64 MiB +\S+ ms +\S+ GB/s$", result.output, re.M)
+    found = re.search(
+        r"^all_reduce +64 MiB +(\S+) ms +(\S+) GB/s$", result.output, re.M
+    )
+    milliseconds, speed = map(float, found.groups())
+    # a bus sends 2 (n - 1) / n times the bytes
+    assert speed == pytest.approx(64 * 2**20 / 1e6 / milliseconds, abs=0.006)

@@ -3,6 +3,7 @@
 import pickle
 import re
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from helpers import (
     lines,
     load,
     module,
+    run,
     train,
 )
 
@@ -30,7 +32,7 @@ TINY = ["--width=16", "--depth=1"]  # of fsdp
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A copy of the scripts, as 04.py, 06.py, ..., with the small data and model."""
+    """A copy of the scripts, as 04.py, 06.py, ..., with the small data."""
     folder = copy_project(tmp_path_factory.mktemp("resume") / "a project", small=True)
     for name, script in SCRIPTS.items():
         shutil.copy(ROOT / script, folder / f"{name}.py")
@@ -109,6 +111,11 @@ def test_resumes_on_another_number_of_ranks(name, counts, tmp_path):
         results.append(begin(count, *options, *more, READ="0 100 9", **given))
     assert [*dict.fromkeys(lines(*results))] == lines(whole)
     check_close(tmp_path / "mnist.pt", tmp_path / "whole/mnist.pt", 1e-12)
+    if name == "fsdp":  # 07's page: the weights of a checkpoint in one file
+        convert = "torch.distributed.checkpoint.format_utils", "dcp_to_torch"
+        newest = max((tmp_path / "checkpoint").iterdir())
+        run([sys.executable, "-m", *convert, newest, "all.pt"], tmp_path)
+        check_close(tmp_path / "mnist.pt", load(tmp_path / "all.pt")["model"], 0)
 
 
 def test_06_rejects_another_or_a_damaged_checkpoint(start, begun):

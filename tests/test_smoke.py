@@ -42,6 +42,7 @@ SCRIPTS = {  # how many nodes, and the command of each
     "07_slurm/fsdp.py": (1, ONE),
     "08_docker/train.py": (1, ONE),
 }
+DEVICE, CLOSE = "cpu", 6e-5  # accuracy is printed with four digits
 # at least 0.1
 LINE = r"^epoch 1/1  .*accuracy (0\.[1-9]\d{3})  \d+\.\d s  \d+ images/s$"
 
@@ -93,12 +94,11 @@ def test_two_processes_train_and_rank_0_saves(script, copy, tmp_path):
     printed = start(*SCRIPTS[script], copy / script, tmp_path, options)
     [accuracy] = re.findall(LINE, printed, re.M)
     [loss] = re.findall(r"  loss \d\.\d{4}", printed)
-    [_] = re.findall("^starting ", printed, re.M)
+    [_] = re.findall(f"^starting .*{DEVICE}", printed, re.M)
     [file] = tmp_path.glob("*/new/*")
     assert file == tmp_path / "0/new/mnist.pt"
     model = VisionTransformer(64, 3) if "fsdp" in script else ConvNet()
-    # a GPU may choose another digit if an image is equally near to two of them
-    assert float(accuracy) == pytest.approx(accuracy_of(model, file), abs=2 / 359)
+    assert abs(float(accuracy) - accuracy_of(model, file)) < CLOSE
 
 
 def test_08_has_the_script_of_06():

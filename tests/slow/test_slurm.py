@@ -120,7 +120,7 @@ class Job:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A copy with small data and networks, one of which has dropout."""
+    """A copy with small data, and the weights of undisturbed runs."""
     folder = tmp_path_factory.mktemp("slurm") / "project"
     project = copy_project(folder, small=True)
     for folder in ("04_ddp_torchrun", "07_slurm"):
