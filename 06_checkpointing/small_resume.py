@@ -34,15 +34,15 @@ def main():
     train_loader = data.DataLoader(train, 16, sampler=data.DistributedSampler(train))
     part = range(dist.get_rank(), len(test), dist.get_world_size())
     test_loader = data.DataLoader(test, 100, sampler=part)
-    first, saved = 0, [None]
+    first, loaded = 0, [None]
     # not exists(), which could hide a disk error
     if dist.get_rank() == 0 and args.checkpoint in args.checkpoint.parent.iterdir():
-        saved = [torch.load(args.checkpoint, "cpu", weights_only=True)]
-    dist.broadcast_object_list(saved)  # all ranks get what rank 0 has read
-    if saved[0]:
-        model.load_state_dict(saved[0]["model"])
-        optimizer.load_state_dict(saved[0]["optimizer"])
-        first = saved[0]["epoch"] + 1
+        loaded = [torch.load(args.checkpoint, "cpu", weights_only=True)]
+    dist.broadcast_object_list(loaded)  # all ranks get what rank 0 has read
+    if loaded[0]:
+        model.load_state_dict(loaded[0]["model"])
+        optimizer.load_state_dict(loaded[0]["optimizer"])
+        first = loaded[0]["epoch"] + 1
     if dist.get_rank() == 0:
         print(f"starting at epoch {first}")
     for epoch in range(first, 5):

@@ -1,4 +1,4 @@
-"""DDP-6: all_gather helpers. All ranks of the default group must call them together.
+"""Helpers around all_gather. All ranks of the default group must call them together.
 
 They are not differentiable.
 """

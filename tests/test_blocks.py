@@ -4,7 +4,6 @@ import contextlib
 import copy
 import re
 from itertools import chain
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -121,19 +120,6 @@ def predictions():
     assert torch.equal(found, model(data.tensors[0]).argmax(1))
 
 
-def weighted_sampling():
-    """The samples of one process; half of them are of a class with a tenth of all."""
-    sampler_of = define("class WeightedSampler")["WeightedSampler"]
-    labels = (torch.arange(1000) % 10 == 0).long()
-    given = range(1000), 1 / labels.bincount()[labels]
-    ours, alone = sampler_of(*given), sampler_of(*given, num_replicas=1, rank=0)
-    ours.set_epoch(1)
-    assert joined(ours) != [*alone]
-    alone.set_epoch(1)
-    assert joined(ours) == [*alone]
-    assert 400 < labels[joined(ours)].sum() < 600
-
-
 def stream():
     """Each sample once. One worker of a rank has one sample more than the others."""
     ddp_model, alone = pair(nn.Linear(3, 2))
@@ -148,15 +134,11 @@ def stream():
     assert used == 45
 
 
-def profile():
-    """One file for each rank, with three steps and their communication."""
-    names = {"torch": torch, "dist": dist, "nn": nn, "device": CPU}
-    names["ddp_model"] = DDP(nn.Linear(3, 2))
-    names["optimizer"] = torch.optim.SGD(names["ddp_model"].parameters())
-    names["train_loader"] = [(torch.randn(4, 3), torch.arange(4) % 2)] * 9
-    exec(block("torch.profiler.profile"), names)
-    trace = Path(f"trace-{dist.get_rank()}.json").read_text()
-    assert "ProfilerStep#6" in trace and "gloo:all_reduce" in trace
+def collectives():
+    names = {"torch": torch, "dist": dist, "device": CPU}
+    exec(block("reduce_scatter_tensor"), names)
+    results = [names["total"], names["first"], *names["parts"], names["half"]]
+    assert torch.cat(results).tolist() == [3, 1, 1, 2, 2 * dist.get_rank()]
 
 
 if __name__ == "__main__":
@@ -167,7 +149,6 @@ if __name__ == "__main__":
     accumulation()
     early_stopping()
     predictions()
-    weighted_sampling()
     stream()
-    profile()
+    collectives()
     dist.destroy_process_group()

@@ -93,20 +93,16 @@ def test_every_command_runs(path, tmp_path):
             assert result.code == (1 if command.startswith("git diff") else 0), result
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("01_dataparallel/train.py", "02_ddp_spawn/train.py"),
-        ("02_ddp_spawn/train.py", "03_ddp_multinode_spawn/train.py"),
-        ("01_dataparallel/train.py", "04_ddp_torchrun/train.py"),
-    ],
-)
-def test_the_diffs_of_a_page_show_lines_of_two_scripts(old, new):
-    shown = "".join(blocks((ROOT / new).with_name("README.md").read_text(), "diff"))
-    for sign, script in ("-", old), ("+", new):
-        lines = re.findall(rf"^\{sign} *(.*)", shown, re.M)
-        program = (ROOT / script).read_text().splitlines()
-        assert not {*lines} - {line.strip() for line in program}
+@pytest.mark.parametrize("folder", sorted(ROOT.glob("0[2-7]*")), ids=name)
+def test_a_step_shows_lines_of_the_scripts(folder):
+    new, old = [
+        "".join(path.read_text() for path in scripts)
+        for scripts in (folder.glob("*.py"), ROOT.glob("0*/*.py"))
+    ]
+    page = (folder / "README.md").read_text()
+    for step in re.findall(r"^### [A-Z]+-\d: (.*?)(?=^#|\Z)", page, re.M | re.S):
+        for line in "".join(blocks(step, "(?:diff|python)")).splitlines():
+            assert line.lstrip("+-").strip() in (old if line[:1] == "-" else new), line
 
 
 SMALL = "04_ddp_torchrun/small.py"
