@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before init_process_group, or the exit may crash
+import torch.distributed.nn  # not used, but without it the exit may crash
 from torch import nn
 from torch.utils import data
 

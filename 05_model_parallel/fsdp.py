@@ -89,7 +89,7 @@ def train(args):
         # sum, then divide: Gloo has no mean, and torch 2.8 would take its sum instead
         module.set_force_sum_reduction_for_comms(args.device == "cpu")
     # FSDP-3: allocate the shards, then fill them with rank 0's weights
-    model.to_empty(device=device)  # then tie shared weights again
+    model.to_empty(device=device)  # then, to be sure, tie shared weights again
     weights = whole.state_dict() if rank == 0 else {}
     # other strides, such as those of channels_last, would arrive permuted
     weights = {name: each.contiguous() for name, each in weights.items()}
@@ -153,7 +153,8 @@ def train(args):
             )
 
     # 6. Save
-    # FSDP-4: all ranks take part, and rank 0 gets the whole weights in CPU memory
+    # FSDP-4: all ranks take part, and rank 0 gets the whole weights in CPU memory.
+    # Once, because it gathers all weights; for saves during a run see 07's fsdp.py
     to_rank0 = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp_state.get_model_state_dict(model, options=to_rank0)
     if rank == 0:  # DDP-4: save on rank 0 only

@@ -47,7 +47,7 @@ def parse_args():
     add("--length", type=int, default=1024, help="tokens per row: %(default)s")
     add("--epochs", type=int, default=1, help="default: %(default)s")
     add("--batch-size", type=int, default=1, help="rows per process: %(default)s")
-    # DDP-7: for larger batches than fit
+    # for larger batches than fit
     add("--accumulate", type=int, default=1, help="batches per step: %(default)s")
     add("--lr", type=float, default=1e-5, help="peak, for any batch: %(default)s")
     add("--seed", type=int, default=0)
@@ -94,7 +94,7 @@ def train(args):
 
     # 3. Model
     # FSDP-1: rank 0 makes the whole model; on meta a model has shapes but no memory
-    whole = build(args, random=args.scratch) if rank == 0 else None
+    whole = build(args, args.scratch) if rank == 0 else None
     with torch.device("meta"):
         model = build(args, random=True)
     layers = layers_of(model)
@@ -104,8 +104,9 @@ def train(args):
         if args.compile:  # the forward only: FSDP gathers the weights outside
             layer.forward = torch.compile(layer.forward)
         if args.recompute:  # keep no activations: compute them again in backward
-            again = partial(activation_checkpoint, layer.forward, use_reentrant=False)
-            layer.forward = again
+            layer.forward = partial(
+                activation_checkpoint, layer.forward, use_reentrant=False
+            )
     # FSDP-2: a mesh says which ranks share a model: without --shards, all of them
     mesh = init_device_mesh(args.device, (world_size,))
     if args.shards:  # neighbours, such as a node's GPUs; the copies are as in DDP
@@ -122,8 +123,10 @@ def train(args):
         module.set_force_sum_reduction_for_comms(args.device == "cpu")
     # FSDP-3: allocate the shards, then fill them with rank 0's weights
     model.to_empty(device=device)
-    model.tie_weights()  # the head is the embedding again, in models where it was
+    model.tie_weights()  # to be sure: the head is the embedding, where it was
     weights = whole.state_dict() if rank == 0 else {}
+    # other strides, such as those of a transposed weight, would arrive permuted
+    weights = {name: each.contiguous() for name, each in weights.items()}
     from_rank0 = dcp_state.StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True
     )
@@ -170,14 +173,14 @@ def train(args):
             torch.manual_seed(args.seed + seen * world_size + rank)
             batch = batch.to(device)
             optimizer.zero_grad()
-            # DDP-7: the mean is over the tokens of the whole step, on all ranks
+            # the mean is over the tokens of the whole step, on all ranks
             count = (batch[:, 1:] >= 0).sum()
             dist.all_reduce(count)
             total = 0
             parts = batch.split(args.batch_size)
-            for number, part in enumerate(parts, start=1):
-                # DDP-7: only the last backward averages the gradients of all ranks
-                model.set_requires_gradient_sync(number == len(parts))
+            for part in parts:
+                # only the last backward averages the gradients of all ranks
+                model.set_requires_gradient_sync(part is parts[-1])
                 loss = loss_of(model, part)
                 # FSDP-2: each rank gets its shards of the mean gradient: undo the mean
                 (loss * world_size / count).backward()
@@ -207,18 +210,17 @@ def train(args):
                 check_same_model(model)
                 save_checkpoint(args.checkpoint, model, optimizer, progress, must_match)
             if stop:
-                break
+                break  # evaluate() then returns None, because the vote stays true
         loss = evaluate(model, test_loader, stops, device)
         if loss is None:  # STOP-1: wait for rank 0: torchrun kills all if one fails
             if rank == 0:
-                print("stopped: the same command resumes", flush=True)
+                print("stopped: the same command resumes")
             dist.barrier()
             return 1
         if rank == 0:  # DDP-4: log on rank 0 only
             print(
                 f"epoch {epoch}/{args.epochs}  held-out loss {loss:.4f}"
-                f"  perplexity {loss.exp():.2f}",
-                flush=True,
+                f"  perplexity {loss.exp():.2f}"
             )
         progress["done"] = 0
 
@@ -275,7 +277,7 @@ def save_whole(model, whole, args):  # FSDP-4: all take part, rank 0 gets the we
     weights = dcp_state.get_model_state_dict(model, options=to_rank0)
     if dist.get_rank() == 0:
         whole.load_state_dict(weights, assign=True)
-        whole.tie_weights()  # or a tied weight would be saved twice
+        whole.tie_weights()  # to("meta") has untied them: they would be saved twice
         export(args, whole, f"{args.output}.tmp")
         os.replace(f"{args.output}.tmp", args.output)  # CKPT-2: never a partial folder
 
@@ -302,7 +304,7 @@ def load_newest(folder, model, optimizer, progress, must_match):
     [path] = newest
     if path and wait_for_file(path):
         state = state_of(model, optimizer, progress, must_match)
-        dcp.load(state, checkpoint_id=path.parent)  # FSDP-5: only weights in place
+        dcp.load(state, checkpoint_id=path.parent)  # FSDP-5: all tensors, in place
         saved_progress, saved = state["run"]
         if saved != must_match:
             raise ValueError(f"{folder} has {saved}, not {must_match}")
@@ -311,7 +313,7 @@ def load_newest(folder, model, optimizer, progress, must_match):
 
 
 def state_of(model, optimizer, progress, must_match):  # FSDP-5: to save and load
-    # load() fills the moments of a new optimizer. In a tuple, DCP changes no dict
+    # load() fills the moments of a new optimizer. In a tuple, it overwrites no dict
     weights, moments = dcp_state.get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "run": (progress, must_match)}
 
@@ -329,7 +331,7 @@ def tokenize(args):
 
 
 def build(args, random):
-    """Return the model in float32, with random weights or with those of --model."""
+    """Return the model in float32, which AdamW needs, with random or saved weights."""
     config = AutoConfig.from_pretrained(args.model)
     if hasattr(config.get_text_config(), "router_aux_loss_coef"):
         raise ValueError("this script lacks the loss that balances the experts")
@@ -352,7 +354,7 @@ def layers_of(model):
 def loss_of(model, rows):
     """Return the sum of the losses of all tokens but each row's first."""
     logits = model(rows.clamp(min=0), use_cache=False).logits.float()
-    # each token is predicted from those before it; -100 is left out
+    # each token is predicted from those before it; -100, at the end, is left out
     logits, labels = logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()
     return nn.functional.cross_entropy(logits, labels, reduction="sum")
 

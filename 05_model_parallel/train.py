@@ -65,7 +65,8 @@ class SplitConvNet(ConvNet):
 
     def forward(self, images):
         logits = []
-        # MP-3: the first GPU starts the next one while the second GPU is busy
+        # MP-3: the first GPU starts the next one while the second GPU is busy.
+        # BatchNorm normalizes over a micro-batch, so the result depends on --chunks
         for micro_batch in images.chunk(self.chunks):
             hidden = self.layer1(micro_batch)
             hidden = hidden.to(self.devices[1])  # MP-2: the backward sends its gradient
@@ -85,7 +86,7 @@ def train(args):
         # From torch 2.15 on, "nccl" has one GPU per process, but this model is on two.
         # "0" selects the form without this limit, the only one of older releases.
         os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
-        dist.init_process_group("nccl")
+        dist.init_process_group("nccl")  # no device_id: this process has two
     else:
         dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -143,6 +144,7 @@ def train(args):
             scheduler.step()
             total[0] += loss.detach() * len(labels)
             total[1] += len(labels)
+        # no check_same_model(), which needs all weights on one device
         dist.all_reduce(total)  # DDP-5: the sum over all ranks
         total, count = total.tolist()  # waits for the GPU
         seconds = time.perf_counter() - start

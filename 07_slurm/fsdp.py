@@ -107,7 +107,7 @@ def train(args):
         # sum, then divide: Gloo has no mean, and torch 2.8 would take its sum instead
         module.set_force_sum_reduction_for_comms(args.device == "cpu")
     # FSDP-3: allocate the shards, then fill them with rank 0's weights
-    model.to_empty(device=device)  # then tie shared weights again
+    model.to_empty(device=device)  # then, to be sure, tie shared weights again
     weights = whole.state_dict() if rank == 0 else {}
     # other strides, such as those of channels_last, would arrive permuted
     weights = {name: each.contiguous() for name, each in weights.items()}
@@ -269,7 +269,7 @@ def load_newest(folder, model, optimizer, progress, must_match):
     [path] = newest
     if path and wait_for_file(path):
         state = state_of(model, optimizer, progress, must_match)
-        dcp.load(state, checkpoint_id=path.parent)  # FSDP-5: only weights in place
+        dcp.load(state, checkpoint_id=path.parent)  # FSDP-5: all tensors, in place
         saved_progress, saved = state["run"]
         if saved != must_match:
             raise ValueError(f"{folder} has {saved}, not {must_match}")
@@ -278,7 +278,7 @@ def load_newest(folder, model, optimizer, progress, must_match):
 
 
 def state_of(model, optimizer, progress, must_match):  # FSDP-5: to save and load
-    # load() fills the moments of a new optimizer. In a tuple, DCP changes no dict
+    # load() fills the moments of a new optimizer. In a tuple, it overwrites no dict
     weights, moments = dcp_state.get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "run": (progress, must_match)}
 
