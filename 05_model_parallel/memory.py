@@ -79,6 +79,11 @@ if __name__ == "__main__":
             shard(model, mesh if copies > 1 else mesh["shard"], args.amp)
         tracker = MemTracker()
         tracker.memory_tracking = {}  # its own, with weak keys, takes half of the time
+        # without hooks for gradients, which frozen weights do not have
+        track = tracker._track_module_params_and_buffers
+        tracker._track_module_params_and_buffers = lambda module, install_grad_hooks: (
+            track(module, False)
+        )
         tracker.track_external(model)
         own = [part for part in model.parameters() if part.requires_grad]
         with tracker:

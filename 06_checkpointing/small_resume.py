@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # not used, but without it the exit may crash
+import torch.distributed.nn  # keeps Gloo from crashing the exit
 from torch import nn
 from torch.utils import data
 

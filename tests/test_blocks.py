@@ -120,20 +120,6 @@ def predictions():
     assert torch.equal(found, model(data.tensors[0]).argmax(1))
 
 
-def stream():
-    """Each sample once. One worker of a rank has one sample more than the others."""
-    ddp_model, alone = pair(nn.Linear(3, 2))
-    samples = [*zip(torch.randn(45, 3), torch.arange(45) % 2, strict=True)]
-    names = define("class Stream") | define("def while_all_have_one")
-    loader, used = DataLoader(names["Stream"](samples), 6, num_workers=2), 0
-    for (x, y), part in names["while_all_have_one"](loader, CPU):
-        loss = nn.functional.cross_entropy(ddp_model(x), y) * part * 2
-        x, y = map(torch.cat, zip(*all_gather_objects((x, y)), strict=True))
-        step(loss + nn.functional.cross_entropy(alone(x), y), ddp_model, alone)
-        used += len(x)
-    assert used == 45
-
-
 def collectives():
     names = {"torch": torch, "dist": dist, "device": CPU}
     exec(block("reduce_scatter("), names)
@@ -149,6 +135,5 @@ if __name__ == "__main__":
     accumulation()
     early_stopping()
     predictions()
-    stream()
     collectives()
     dist.destroy_process_group()
