@@ -1,6 +1,8 @@
 """06, 07 and 07/fsdp.py resume exactly, and what is wrong is not saved."""
 
+import pickle
 import re
+import runpy
 import shutil
 import sys
 from functools import partial
@@ -115,6 +117,14 @@ def test_06_waits_for_a_late_file_but_rejects_another_or_a_damaged_one(start, tm
     path.write_bytes(data)
     failed = start("06", 1, "--epochs=2", code=1)
     assert "ValueError: checkpoint.pt is damaged" in failed.errors, failed
+
+
+def test_06_what_cannot_be_loaded_is_not_saved(project, tmp_path):
+    save_file = runpy.run_path(f"{project / SCRIPTS['06']}")["save_file"]
+    save_file({"lr": 1}, tmp_path / "file.pt")
+    with pytest.raises(pickle.UnpicklingError, match="Unsupported global: .* pathlib"):
+        save_file({"output": tmp_path}, tmp_path / "file.pt")
+    assert load(tmp_path / "file.pt") == {"lr": 1}
 
 
 @pytest.mark.slow
