@@ -1,6 +1,6 @@
 """Run a script with faults: torchrun ... faults.py "FAULT FAULT:ARGUMENT" script.py.
 
-A fault changes torch, or common/ next to the script, before the script imports it.
+A fault changes torch, or the script's common/, before the script imports it.
 """
 
 import functools
@@ -8,7 +8,6 @@ import itertools
 import os
 import pkgutil
 import runpy
-import shutil
 import signal
 import sys
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-rank = int(os.environ.get("RANK", 0))
+rank = os.environ.get("RANK")
 
 
 def replace(name, change):
@@ -33,11 +32,6 @@ def loss_of_the_plain_model():
 def compiled_without_cpp():
     """Inductor's linker fails on the CPU if the path of torch has a space."""
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
-
-
-def unlike_cpus():
-    if rank == 0:  # read when torch first uses it
-        os.environ["ATEN_CPU_CAPABILITY"] = "default"
 
 
 def float64():
@@ -63,30 +57,9 @@ def group_norm():
     torch.nn.BatchNorm2d = GroupNorm
 
 
-def augmentation():
-    """Each image gets noise in __getitem__."""
-
-    def with_noise(read):
-        def noisy(self, index):
-            image, label = read(self, index)
-            return image + torch.rand_like(image), label
-
-        return noisy
-
-    replace("torch.utils.data.TensorDataset.__getitem__", with_noise)
-
-
-def gpus(count):
-    torch.cuda.device_count = lambda: int(count)
-
-
-def nothing_is_deleted():
-    shutil.rmtree = lambda *_, **__: None
-
-
 def own_folders():
     """Each rank has one, in which `late.pt` becomes checkpoint.pt after a second."""
-    os.chdir(str(rank))
+    os.chdir(rank)
 
     def sleep(seconds):
         if os.path.exists("late.pt"):
@@ -126,30 +99,16 @@ def signal_after(function, call, number, of_rank):
     calls = itertools.count(1)
 
     def send():
-        if next(calls) == int(call) and rank == int(of_rank):
+        if next(calls) == int(call) and rank == of_rank:
             os.kill(os.getpid(), int(number))
 
     after(function, send)
 
 
-def killed_in_save(number):
-    """In this call of torch.save, after a part of the file is written."""
-    save, calls = torch.save, itertools.count(1)
-
-    def save_or_die(content, file):
-        if next(calls) == int(number):
-            file.write(b"part of a file")
-            file.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-        save(content, file)
-
-    torch.save = save_or_die
-
-
 if __name__ == "__main__":
     _, faults, script, *options = sys.argv
     sys.argv = [script, *options]
-    sys.path[0] = str(Path(script).parent)
+    sys.path[:1] = [f"{folder}" for folder in Path(script).absolute().parents[:2]]
     for fault in faults.split():
         name, *given = fault.split(":")
         globals()[name](*given)

@@ -2,17 +2,14 @@
 
 import atexit
 import contextlib
-import importlib.util
 import os
 import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
-import uuid
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,6 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 ROOT = Path(__file__).resolve().parent.parent
-SEED = 3
 TORCHRUN = ["torchrun", "--standalone", "--local-addr=127.0.0.1"]
 IGNORED = shutil.ignore_patterns(".git", ".venv", "*cache*", "data", "site", "*.pt")
 # conftest.py hides them, and workers of pytest-xdist inherit what it has set
@@ -55,23 +51,22 @@ class Running:
 
     def __init__(self, command, cwd, **environment):
         Path(cwd).mkdir(exist_ok=True)
-        self.command = [str(part) for part in command]
-        self.token = uuid.uuid4().hex
-        self.files = [tempfile.TemporaryFile() for _ in range(2)]
+        self.token = secrets.token_hex()
+        self.files = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         atexit.register(self.kill_all)  # if the test fails
-        settings = {name: str(value) for name, value in environment.items()}
+        settings = environment | {"TEST_RUN": self.token}
         self.process = subprocess.Popen(
-            self.command,
+            [str(part) for part in command],
             cwd=cwd,
             stdin=subprocess.DEVNULL,
-            env=clean_environment() | settings | {"TEST_RUN": self.token},
             stdout=self.files[0],
             stderr=self.files[1],
+            env=clean_environment() | {name: f"{settings[name]}" for name in settings},
             start_new_session=True,
         )
 
     def __repr__(self):
-        return "\n".join([*self.command, f"{self.code}", self.output, self.errors])
+        return "\n".join([*self.process.args, f"{self.code}", self.output, self.errors])
 
     @property
     def code(self):
@@ -89,9 +84,9 @@ class Running:
         return self.printed(1)
 
     def printed(self, number):
-        # seek() and read() would move the position where the processes write
-        file = self.files[number].fileno()
-        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+        # read() would move the position where the processes write
+        file = Path(f"/proc/self/fd/{self.files[number].fileno()}")
+        return file.read_bytes().decode(errors="replace")
 
     def kill_all(self):
         """Kill it and everything that it has started."""
@@ -101,10 +96,10 @@ class Running:
         self.process.wait()
         atexit.unregister(self.kill_all)
 
-    def finish(self, limit=300):
-        """Wait for its end, which must be before the limit, and leave no process."""
+    def finish(self):
+        """Wait for its end, which must come in time, and leave no process."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(limit)
+            self.process.wait(600)
         end = time.monotonic() + 60  # for the last processes
         while (left := processes(self.token)) and time.monotonic() < end:
             time.sleep(0.1)
@@ -135,21 +130,17 @@ def wait_until(condition, *running):
 
 def each_row(text, slow=""):
     """Call a test with the cells of each row of a text. A | separates them."""
-    rows = []
-    for part, marks in ((text, ()), (slow, pytest.mark.slow)):
-        for line in part.strip().splitlines():
-            row = re.split(r" *\| *", line.strip())
-            rows.append(pytest.param(row, id=row[0], marks=marks))
+    rows = [
+        pytest.param(row := re.split(r" *\| *", line), id=row[0], marks=marks)
+        for part, marks in ((text, ()), (slow, pytest.mark.slow))
+        for line in part.strip().splitlines()
+    ]
     return pytest.mark.parametrize("row", rows)
 
 
 def free_port():
-    """A port on which nothing listens, below those of connections."""
-    while True:
-        port = 10_000 + secrets.randbelow(19_000)
-        with contextlib.suppress(OSError):  # something listens there
-            socket.create_server(("", port)).close()
-            return port
+    """A random port below those of connections: hardly ever does anything listen."""
+    return 10_000 + secrets.randbelow(19_000)
 
 
 def processes(token):
@@ -160,15 +151,6 @@ def processes(token):
             if token.encode() in path.read_bytes():
                 found.append(int(path.parent.name))
     return found
-
-
-def tools(folder, **scripts):
-    """A PATH on which these shell scripts come before the real tools."""
-    folder.mkdir(parents=True)
-    for name, text in scripts.items():
-        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-        (folder / name).chmod(0o755)
-    return f"{folder}:{os.environ['PATH']}"
 
 
 def torchrun(script, ranks, *options, fault=None):
@@ -190,32 +172,22 @@ def train(script, ranks, *options, cwd, code=0, fault=None, **environment):
     return result
 
 
-def copy_project(folder, *paths, small=False):
-    """Copy files, or the scripts and run.sh of folders, and common/ into one folder.
-
-    small: with tests/small/data.py in place of common/data.py.
-    """
-    shutil.copytree(ROOT / "common", folder / "common", ignore=IGNORED)
-    for path in paths:
-        path = ROOT / path
-        for each in path.glob("*.[ps]*") if path.is_dir() else [path]:
-            shutil.copy(each, folder)
-    if small:
-        shutil.copy(ROOT / "tests/small/data.py", folder / "common")
-    return folder
-
-
 def edit(file, old, new):
     text = file.read_text()
     assert old in text, f"{file} has no {old}"
     file.write_text(text.replace(old, new))
 
 
-def copy_repository(folder, digits=140):
-    """Copy this repository, with few digits to train on, which are also its `data`."""
+def copy_repository(folder, digits=140, small=False):
+    """Copy this repository, with few digits to train on, which are also its `data`.
+
+    small: with tests/small/data.py in place of common/data.py.
+    """
     shutil.copytree(ROOT, folder, ignore=IGNORED)
     (folder / "data").symlink_to("common")
     edit(folder / "common/data.py", "[:1438", f"[:{digits}")
+    if small:
+        shutil.copy(ROOT / "tests/small/data.py", folder / "common")
     return folder
 
 
@@ -227,7 +199,7 @@ def check_close(file, weights, most=1e-8):
     """The weights of a file may differ by this much from these, or another file's."""
     if isinstance(weights, Path):
         weights = load(weights)
-    torch.testing.assert_close({**load(file)}, {**weights}, rtol=0, atol=most)
+    torch.testing.assert_close(load(file), weights, rtol=0, atol=most)
 
 
 def equal(*files):
@@ -240,19 +212,11 @@ def equal(*files):
     return one == other
 
 
-def module(path):
-    """A file as a module."""
-    spec = importlib.util.spec_from_file_location("module", path)
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
-def order_of(epoch, length, ranks, seed=SEED):
+def order_of(seed, length, ranks=1):
     """The indices of an epoch, in the order in which the ranks get them, with padding.
 
     As DistributedSampler deals them, and as 06 and 07 do without it.
     """
-    generator = torch.Generator().manual_seed(seed + epoch)
+    generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(length, generator=generator).tolist()
     return order + order[: -length % ranks]

@@ -1,21 +1,20 @@
 """Any number of processes compute what one does: train_alone(), without a script."""
 
-import itertools
 import re
-from types import SimpleNamespace
+import runpy
+from itertools import product
+from unittest.mock import Mock
 
 import pytest
 import torch
 from faults import GroupNorm
 from helpers import (
     ROOT,
-    SEED,
     Running,
     check_close,
-    copy_project,
+    copy_repository,
     each_row,
     free_port,
-    module,
     order_of,
     torchrun,
     train,
@@ -23,28 +22,9 @@ from helpers import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-IMAGES = 101
+from common.model import ConvNet, VisionTransformer
 
-
-def by_loader(epoch, length, ranks):
-    [order] = DataLoader(range(length), length, shuffle=True)
-    return order.tolist()
-
-
-def by_seeded_loader(epoch, length, ranks):
-    torch.manual_seed(SEED + epoch)
-    return by_loader(epoch, length, ranks)
-
-
-SAME_BATCH = {"ranks": 1, "order": by_seeded_loader}  # on all ranks
-HOW = {
-    "01_dataparallel/train.py": {"order": by_loader},
-    "05_model_parallel/pipeline.py": {**SAME_BATCH, "drop": IMAGES % 24},
-    "05_model_parallel/tensor_parallel.py": SAME_BATCH,
-    "05_model_parallel/fsdp.py": {"peak": 0.006, "clip": 1},
-    "06_checkpointing/train.py": {"length": IMAGES},
-    "07_slurm/fsdp.py": {"peak": 0.006, "clip": 1, "length": IMAGES},
-}
+SEED, IMAGES, LR = 3, 101, 0.01
 # script | processes | --batch-size | options
 WAYS = """
 04_ddp_torchrun/train.py | 3 | 8 |
@@ -64,31 +44,39 @@ MORE = """
 """
 
 
-def train_alone(
-    model,
-    data,
-    ranks,
-    batch,
-    order=order_of,
-    peak=0.03,
-    clip=torch.inf,
-    length=None,
-    drop=0,
-):
+@pytest.fixture
+def data(monkeypatch):
+    """The small images, and float64 until the test ends."""
+    monkeypatch.setenv("TRAIN_IMAGES", f"{IMAGES}")
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    yield runpy.run_path(f"{ROOT}/tests/small/data.py")["load_mnist"]()
+    torch.set_default_dtype(torch.float32)
+
+
+def train_alone(path, model, data, ranks, batch):
     """Train in one process; yields each epoch's loss and accuracy, as they are printed.
 
-    drop: the last images. length: the rate follows the images, and not the steps.
+    If the ranks share a model, all of them get the same batches: they count as one.
     """
-    train_set, test_set = data.load_mnist()
-    images, labels = train_set.tensors
-    size, count = ranks * batch, IMAGES + -IMAGES % ranks - drop
-    peak *= (size / 256) ** 0.5
+    images, labels = data[0].tensors
+    share = "pipeline" in path or "tensor" in path
+    ranks = 1 if share else ranks
+    size = ranks * batch
     optimizer = torch.optim.AdamW(model.parameters())
     criterion = nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.1)
     norms = []
-    for epoch in range(2):
+    for epoch in (1, 2):
         model.train()
-        steps = torch.tensor(order(epoch + 1, IMAGES, ranks)[:count]).split(size)
+        if share:
+            torch.manual_seed(SEED + epoch)
+        [order] = DataLoader(range(IMAGES), IMAGES, shuffle=True)
+        if path > "02" and not share:
+            order = torch.tensor(order_of(SEED + epoch, IMAGES, ranks))
+        if "pipeline" in path:
+            order = order[: IMAGES // size * size]
+        steps = order.split(size)
+        # the rate follows the steps, and in 06 and 07 the images
+        length = IMAGES if path > "06" else len(steps) * size
         total = 0
         for number, step in enumerate(steps):
             optimizer.zero_grad()
@@ -97,63 +85,54 @@ def train_alone(
                 buffers = {name: each.clone() for name, each in model.named_buffers()}
                 shard = step[rank::ranks]
                 given = (buffers if rank else {}), images[shard]
-                loss = criterion(
-                    torch.func.functional_call(model, *given), labels[shard]
-                )
+                logits = torch.func.functional_call(model, *given)
+                loss = criterion(logits, labels[shard])
                 (loss / len(step)).backward()
                 total += loss.item()
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip))
-            middle = (number + 0.5) / len(steps)
-            if length:
-                middle = (number * size + min((number + 1) * size, length)) / 2 / length
-            fraction = (epoch + middle) / 2
+            if "fsdp" in path:
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1))
+            done = number * size, min((number + 1) * size, length)
+            fraction = (epoch - 1 + sum(done) / 2 / length) / 2
             factor = min(fraction / 0.4, (1 - fraction) / 0.6)
-            optimizer.param_groups[0]["lr"] = peak * factor
+            optimizer.param_groups[0]["lr"] = LR * (size / 256) ** 0.5 * factor
             optimizer.step()
         model.eval()
-        [(test_images, test_labels)] = DataLoader(test_set, len(test_set))
+        # as in 01, whose next order is another one after this has drawn a number
+        [(test_images, test_labels)] = DataLoader(data[1], len(data[1]))
         accuracy = (model(test_images).argmax(1) == test_labels).double().mean()
-        yield f"{total / count:.4f}", f"{accuracy:.4f}"
+        yield f"{total / len(order):.4f}"
+        yield f"{accuracy:.4f}"
     # or clipping all gradients, or none, would be no error
-    assert clip == torch.inf or min(norms) < clip < max(norms), norms
+    assert not norms or min(norms) < 1 < max(norms), norms
 
 
 @each_row(WAYS, slow=MORE)
-def test_processes_compute_what_one_does(row, tmp_path, float64, monkeypatch):
+def test_processes_compute_what_one_does(row, tmp_path, data, monkeypatch):
     """It is printed, and saved. Without BatchNorm where a batch is split."""
-    monkeypatch.setenv("TRAIN_IMAGES", f"{IMAGES}")
     path, ranks, batch, options = row
-    script = path.split("/")[1]
-    project = copy_project(tmp_path / "a project", path, small=True)
+    project = copy_repository(tmp_path / "a project", small=True)
     fault = None
     if path[:2] == "05":
         monkeypatch.setattr(nn, "BatchNorm2d", GroupNorm)
         fault = "group_norm"
-    options = f"--seed {SEED} --epochs 2 --batch-size {batch} {options}"
+    options = f"--seed {SEED} --lr {LR} --epochs 2 --batch-size {batch} {options}"
     options = options.replace("PORT", f"{free_port()}").split()
-    commands = [torchrun(script, ranks, *options, fault=fault)]
+    command = torchrun(path, ranks, *options, fault=fault)
     if path < "04":
-        commands = [["python", script, *options]]
-    if options[-1] == "-i":
-        commands = [[*commands[0], node] for node in range(2)]
-    started = [Running(command, project, OMP_NUM_THREADS=1) for command in commands]
-    result, *others = [each.finish() for each in started]
-    assert not any(each.code for each in (result, *others)), (result, others)
+        command = ["python", path, *options]
+    nodes = [[node] for node in range(2)] if options[-1] == "-i" else [[]]
+    started = [Running([*command, *node], project, OMP_NUM_THREADS=1) for node in nodes]
+    assert not any(each.finish().code for each in started), started
     torch.manual_seed(SEED)
-    models = module(project / "common/model.py")
-    if script == "fsdp.py":
-        model = models.VisionTransformer(16, 2)
-    elif script == "tensor_parallel.py":
-        model = module(project / script).Mlp(512)
+    if "fsdp" in path:
+        model = VisionTransformer(16, 2)
+    elif "tensor" in path:
+        model = runpy.run_path(f"{ROOT}/{path}")["Mlp"](512)
     else:
-        model = models.ConvNet()
-    how = {"ranks": int(ranks), "batch": int(batch), **HOW.get(path, {})}
-    expected = [*train_alone(model, module(project / "common/data.py"), **how)]
-    losses, accuracies = [
-        re.findall(rf"  {what} (\d\.\d{{4}})", result.output)
-        for what in ("loss", "accuracy")
-    ]
-    assert [*zip(losses, accuracies, strict=True)] == expected, result
+        model = ConvNet()
+    expected = [*train_alone(path, model, data, int(ranks), int(batch))]
+    printed = re.findall(r"  (?:loss|accuracy) (\d\.\d{4})", started[0].output)
+    assert printed == expected, started
     # 1e-14, but for biases before BatchNorm, whose gradients are nothing but rounding
     check_close(project / "mnist.pt", model.state_dict())
 
@@ -168,20 +147,15 @@ def test_shares_of_the_rest_of_an_epoch_are_equal(path):
     source = re.search(
         r"^def rest_of_epoch.*?(?=^\S)", (ROOT / path).read_text(), re.M | re.S
     )
-    ranks = SimpleNamespace()
-    names = {"torch": torch, "dist": ranks}
+    names = {"torch": torch, "dist": (dist := Mock())}
     exec(source[0], names)
-    for length, world_size, done in itertools.product((1, 3, 10), (1, 2, 8), (0, 1, 9)):
-        if done < length:
-            ranks.get_world_size = lambda size=world_size: size
-            shares = []
-            for rank in range(world_size):
-                ranks.get_rank = lambda rank=rank: rank
-                shares.append(names["rest_of_epoch"](length, SEED, done))
-            assert len({len(share) for share in shares}) == 1
-            dealt = [index for turn in zip(*shares, strict=True) for index in turn]
-            left = order_of(0, length, 1)[done:]
-            assert dealt[: len(left)] == left and len(dealt) < len(left) + world_size
+    for length, world_size, done in product((3, 10), (1, 2, 8), (0, 1, 2)):
+        dist.get_world_size.return_value = world_size
+        dist.get_rank.side_effect = range(world_size)
+        shares = [names["rest_of_epoch"](length, 0, done) for _ in range(world_size)]
+        dealt = [index for turn in zip(*shares, strict=True) for index in turn]
+        left = order_of(0, length)[done:]
+        assert dealt[: len(left)] == left and len(dealt) < len(left) + world_size
 
 
 def test_the_selftest_passes(tmp_path):

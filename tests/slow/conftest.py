@@ -11,7 +11,7 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def hosts(tmp_path_factory):
-    hosts = Hosts(tmp_path_factory.mktemp("hosts"))
+def hosts():
+    hosts = Hosts()
     yield hosts
     hosts.end()

@@ -1,7 +1,6 @@
 """Two separate hosts on one machine: network namespaces and a bridge.
 
-Each has its own address, host name and /etc/hosts. They end with the process of the
-tests.
+Each has its own address and host name. They end with the process of the tests.
 """
 
 import os
@@ -14,16 +13,13 @@ import pytest
 from helpers import clean_environment
 
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where ip may be
-ADDRESSES = {"h0": "10.78.0.1", "h1": "10.78.0.2"}
-SETUP = Path(__file__).with_suffix(".sh")
+HOSTS = "h0", "h1"
 UNSHARE = "unshare --net --mount --uts --pid --fork --kill-child --mount-proc bash"
 ENTER = (
     "nsenter --target {} --net --mount --uts --pid nsenter --net=/run/netns/{} "
     "unshare --uts --mount bash -c"
 )
-BECOME = (
-    'hostname "$1" && mount --bind "$2" /etc/hosts && cd "$3" && shift 3 && exec "$@"'
-)
+BECOME = 'hostname "$1" && cd "$2" && shift 2 && exec "$@"'
 
 
 def require(*tools):
@@ -36,28 +32,26 @@ def require(*tools):
 
 
 class Hosts:
-    def __init__(self, folder):
+    def __init__(self):
         """Set the hosts up, or skip the test with the reason why it is impossible."""
         require("ip", "unshare", "nsenter")
-        self.folder = folder
-        command = [*UNSHARE.split(), SETUP, *ADDRESSES.values()]
-        pipes = {"stdin": PIPE, "stdout": PIPE, "stderr": PIPE, "text": True}
         self.first = subprocess.Popen(
-            command, **pipes, env={**os.environ, "PATH": PATH}
+            [*UNSHARE.split(), Path(__file__).with_suffix(".sh")],
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PATH": PATH},
         )
-        if self.first.stdout.readline() != "ready\n":
-            pytest.skip(f"no hosts on this machine: {self.first.communicate()[1]}")
+        line = self.first.stdout.readline()
+        if line != b"ready\n":
+            pytest.skip(f"no hosts on this machine: {line}")
         pid = self.first.pid
         self.inside = Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
 
-    def on(self, host, folder, *command, names=ADDRESSES):
-        """The command that runs a command on a host, which knows these names."""
-        file = self.folder / "-".join(names.values())
-        if not file.exists():
-            lines = [f"{address} {name}\n" for name, address in names.items()]
-            file.write_text("127.0.0.1 localhost\n" + "".join(lines))
+    def on(self, host, folder, *command):
+        """The command that runs a command on a host."""
         enter = ENTER.format(self.inside, host).split()
-        return [*enter, BECOME, "_", host, file, folder, *map(str, command)]
+        return [*enter, BECOME, "_", host, folder, *map(str, command)]
 
     def end(self):
         self.first.communicate()  # closes its standard input, which ends all in it
@@ -84,16 +78,12 @@ class Daemons:
 
     def run(self, *command, folder=None, **settings):
         """Run a command on h0, which must succeed; return what it prints."""
-        result = subprocess.run(
+        return subprocess.check_output(
             self.hosts.on("h0", folder or self.folder, *command),
             env=self.environment | settings,
-            stdout=PIPE,
-            stderr=subprocess.STDOUT,
             text=True,
             timeout=600,
         )
-        assert result.returncode == 0, result.stdout
-        return result.stdout
 
     def wait_until_up(self, condition):
         """Wait until a shell command succeeds: it fails while the daemons start."""

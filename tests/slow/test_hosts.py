@@ -2,27 +2,27 @@
 
 import re
 
-from helpers import Running, check_close, copy_project, free_port, train
-from hosts import ADDRESSES
+from helpers import Running, check_close, copy_repository, free_port, train
+from hosts import HOSTS
 
-# as on Debian, a host's own name is 127.0.1.1; only h1 knows both names
-DEBIAN = {"h0": "127.0.1.1"}, {"h0": ADDRESSES["h0"], "h1": "127.0.1.1"}
-BY_NAME = {"MASTER_ADDR": "h0", "names": DEBIAN}
+# as on Debian, a host's own name is 127.0.1.1
+DEBIAN = """name=$(hostname)
+sed "s/.* $name/127.0.1.1 $name/" /etc/hosts >/run/$name
+mount --bind /run/$name /etc/hosts
+"""
 SELFTEST = (
     "torchrun --nnodes=2 --nproc-per-node=$NPROC --node-rank=$NODE_RANK "
     "--master-addr=h0 --master-port=$MASTER_PORT selftest.py"
 )
 
 
-def start(hosts, folder, command, names=(ADDRESSES,) * 2, code=0, **settings):
+def start(hosts, folder, command, code=0, **settings):
     """Three processes, two on the first host. Returns what they print."""
-    settings = {"MASTER_ADDR": ADDRESSES["h0"], "MASTER_PORT": free_port()} | settings
-    settings |= {"NNODES": 2, "OMP_NUM_THREADS": 1}
+    settings |= {"NNODES": 2, "OMP_NUM_THREADS": 1, "MASTER_PORT": free_port()}
     nodes = []
-    for rank, known in enumerate(names):  # the names that each host knows
-        shell = ["bash", "-c", command]
-        there = hosts.on(f"h{rank}", folder, *shell, names=known)
+    for rank, host in enumerate(HOSTS):
         settings |= {"NODE_RANK": rank, "NPROC": 2 - rank}
+        there = hosts.on(host, folder, "bash", "-c", command)
         nodes.append(Running(there, folder, **settings))
     results = [node.finish() for node in nodes]
     assert {result.code for result in results} == {code}, results
@@ -31,23 +31,22 @@ def start(hosts, folder, command, names=(ADDRESSES,) * 2, code=0, **settings):
 
 def test_three_processes_train_as_on_one_machine(hosts, tmp_path):
     """By address, and by a name that each host resolves in its own way."""
-    spawn, torchrun = [
-        copy_project(tmp_path / folder, folder, small=True)
-        for folder in ("03_ddp_multinode_spawn", "04_ddp_torchrun")
-    ]
+    project = copy_repository(tmp_path / "a project", small=True)
+    spawn, torchrun = project / "03_ddp_multinode_spawn", project / "04_ddp_torchrun"
     train("train.py", 3, "--output=alone.pt", cwd=torchrun)
-    start(hosts, spawn, "bash run.sh -g 2,1")
-    start(hosts, torchrun, "bash run.sh", GLOO_SOCKET_IFNAME="eth0", **BY_NAME)
+    start(hosts, spawn, "bash run.sh -g 2,1", MASTER_ADDR="10.78.0.1")
+    names = {"MASTER_ADDR": "h0", "GLOO_SOCKET_IFNAME": "eth0"}
+    start(hosts, torchrun, DEBIAN + "bash run.sh", **names)
     for folder in (spawn, torchrun):
         check_close(folder / "mnist.pt", torchrun / "alone.pt", 1e-10)
 
 
 def test_selftest(hosts, tmp_path):
     """It names the hosts, even that of a rank that cannot connect to 127.0.1.1."""
-    project = copy_project(tmp_path / "a project", "04_ddp_torchrun")
-    printed = start(hosts, project, SELFTEST, GLOO_SOCKET_IFNAME="eth0", **BY_NAME)
+    folder = copy_repository(tmp_path / "a project") / "04_ddp_torchrun"
+    printed = start(hosts, folder, DEBIAN + SELFTEST, GLOO_SOCKET_IFNAME="eth0")
     ok = "^OK: all checks passed on 3 ranks on (h0, h1|h1, h0)$"
     assert re.search(ok, printed, re.M), printed
-    printed = start(hosts, project, SELFTEST, code=1, **BY_NAME)
+    printed = start(hosts, folder, DEBIAN + SELFTEST, code=1)
     failed = r"^FAILED: join: .*rank \d on h\d: .*onnect"
     assert re.search(failed, printed, re.M), printed

@@ -5,12 +5,11 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 from helpers import (
     ROOT,
     Running,
-    copy_project,
+    copy_repository,
     equal,
     free_port,
     processes,
@@ -26,9 +25,8 @@ class Run:
     def __init__(self, folder, script, *options):
         self.place, self.options = folder / "run", ["--batch-size=16", *options]
         self.place.mkdir()
-        project, script = folder / "a project", Path(script)
-        copy_project(project, script.parent, small=True)
-        self.script, self.run_sh = project / script.name, ["bash", project / "run.sh"]
+        self.script = copy_repository(folder / "a project", small=True) / script
+        self.run_sh = ["bash", self.script.with_name("run.sh")]
 
     def start(self, *command, **settings):
         command = [*command, *self.options]
@@ -45,7 +43,9 @@ def test_06_run_sh_restarts_ranks_that_are_killed_in_a_save(tmp_path):
     """In the third file after each start, of which a part is written: four starts."""
     run = Run(tmp_path, "06_checkpointing/train.py", "--epochs=1", "--save-every=1")
     settings = {"SCRIPT": ROOT / "tests/faults.py", "NPROC": 2}
-    result = run.start(*run.run_sh, "killed_in_save:3", run.script, **settings).finish()
+    result = run.start(
+        *run.run_sh, "signal_after:torch.save:3:9:0", run.script, **settings
+    ).finish()
     assert result.code == 0 and result.output.count("starting at ") == 4, result
     run.check()
 

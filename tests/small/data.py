@@ -1,9 +1,8 @@
 """Replaces common/data.py: few images, and events.
 
-READ="1 57 15": the process of rank 1 gets signal 15 when it reads its 57th image.
-IMAGE="5 9": the process that reads image 5, maybe a worker, gets signal 9; only once,
-because it writes a file `happened`. Signal 0 is an error. A file `slow` has the seconds
-that each image takes.
+READ="1 57 15": the process of rank 1 gets signal 15 when it reads its 57th image, but
+not after Slurm has requeued the job. Signal 0 is an error. A file `slow` has the
+seconds that each image takes. AUGMENT=1: float32, and each image gets random noise.
 """
 
 import contextlib
@@ -13,7 +12,7 @@ import time
 import torch
 from torch.utils.data import TensorDataset
 
-if "FLOAT32" not in os.environ:
+if "AUGMENT" not in os.environ:
     torch.set_default_dtype(torch.float64)  # rounding is far from any mistake
     torch.Tensor.float = torch.Tensor.double
 TRAIN, TEST = int(os.environ.get("TRAIN_IMAGES", 181)), 47  # no multiples of 2 or 3
@@ -26,22 +25,18 @@ class Images(TensorDataset):
 
     def __getitem__(self, index):
         Images.read += 1
-        rank, at, number = map(int, os.environ.get("READ", "0 0 0").split())
-        if Images.read == at and os.environ["RANK"] == f"{rank}":
-            happen(number)
-        at, number = map(int, os.environ.get("IMAGE", "-1 0").split())
-        if index == at and not os.path.exists("happened"):
-            open("happened", "w").close()
-            happen(number)
+        place, number = os.environ.get("READ", " 0").rsplit(" ", 1)
+        here = f"{os.environ.get('RANK')} {Images.read}"
+        if place == here and "SLURM_RESTART_COUNT" not in os.environ:
+            if number == "0":
+                raise OSError("this image cannot be read")
+            os.kill(os.getpid(), int(number))
         with contextlib.suppress(FileNotFoundError), open("slow") as file:
             time.sleep(float(file.read() or 0))  # empty: it is being written
-        return super().__getitem__(index)
-
-
-def happen(number):
-    if number == 0:
-        raise OSError("this image cannot be read")
-    os.kill(os.getpid(), number)
+        image, label = super().__getitem__(index)
+        if "AUGMENT" in os.environ:
+            image = image + torch.rand_like(image)
+        return image, label
 
 
 def load_mnist(folder=None, download=True):
