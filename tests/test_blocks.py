@@ -100,6 +100,36 @@ def accumulation():
     torch.testing.assert_close(*weights, rtol=0, atol=1e-12)
 
 
+def pixels():
+    """The class 255 does not count, and rank 1 has fewer other ones."""
+    ddp_model, alone = pair(nn.Conv2d(3, 5, 1))
+    images, labels = torch.randn(4, 3, 8, 8), torch.randint(5, (4, 8, 8))
+    labels[1, :5] = 255
+    part = slice(dist.get_rank(), None, 2)
+    names = {"dist": dist, "world_size": 2, "ddp_model": ddp_model}
+    names |= {"images": images[part], "labels": labels[part]}
+    names["criterion"] = nn.CrossEntropyLoss(reduction="sum", ignore_index=255)
+    exec(block("valid = "), names)
+    whole = nn.CrossEntropyLoss(ignore_index=255)(alone(images), labels)
+    step(names["loss"] + whole, ddp_model, alone)
+
+
+def longer_schedule():
+    """After five of ten steps, a run of twenty goes on as if it had always been one."""
+    rates = []
+    for steps in 10, 20:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        for _ in range(5):
+            optimizer.step()
+            scheduler.step()
+        if steps == 10:
+            names = {"torch": torch, "optimizer": optimizer}
+            exec(block("steps_done"), names | {"total_steps": 20, "steps_done": 5})
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert abs(rates[0] - rates[1]) < 1e-12
+
+
 def early_stopping():
     """After three epochs that are not better than the second; it has the best file."""
     loop = (
@@ -133,6 +163,8 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     contrastive()
     accumulation()
+    pixels()
+    longer_schedule()
     early_stopping()
     predictions()
     collectives()

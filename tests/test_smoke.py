@@ -26,10 +26,6 @@ TWO = (
 SPAWN = (
     "python {script} -n 2 -g 1 -i {node} --master-addr 127.0.0.1 --master-port {port}"
 )
-TASK = (
-    "env SLURM_PROCID={node} SLURM_LOCALID={node} SLURM_STEP_NUM_TASKS=2 "
-    "MASTER_ADDR=127.0.0.1 MASTER_PORT={port} python {script}"
-)
 SCRIPTS = {  # how many nodes, and the command of each
     "01_dataparallel/train.py": (1, "python {script}"),
     "02_ddp_spawn/train.py": (1, "python {script} --nprocs 2"),
@@ -38,7 +34,7 @@ SCRIPTS = {  # how many nodes, and the command of each
     "05_model_parallel/train.py": (1, ONE),
     "05_model_parallel/fsdp.py": (1, ONE),
     "06_checkpointing/train.py": (1, ONE),
-    "07_slurm/train.py": (2, TASK),  # both nodes need the same disk
+    "07_slurm/train.py": (1, ONE),
     "07_slurm/fsdp.py": (1, ONE),
     "08_docker/train.py": (1, ONE),
 }
