@@ -38,7 +38,7 @@ def write_images(folder, images):
 def test_three_ranks_compute_what_one_process_does(start, tmp_path):
     """On images of one colour, which no crop or flip changes; with two peak rates.
 
-    Other classes for the evaluation are an error.
+    An image of 16 bits is an error, and so are other classes for the evaluation.
     """
     write_images(tmp_path, [os.urandom(3) * 32 * 32 for _ in range(42)])
     runpy.run_path(f"{ROOT}/tests/small/sitecustomize.py")
@@ -56,6 +56,10 @@ def test_three_ranks_compute_what_one_process_does(start, tmp_path):
     head, rest = load(tmp_path / "1")["optimizer"]["param_groups"]
     assert head["lr"] == pytest.approx(10 * rest["lr"])
     assert len(head["params"]) == 2 and len(rest["params"]) == 60
+    image = tmp_path / "images/train/1/1.png"
+    Image.frombytes("I;16", (32, 32), bytes(2048)).save(image)
+    failed = start(1, "--batch-size=42", code=1)
+    assert "1/1.png has more than 8 bits" in failed.errors, failed
     (tmp_path / "images/val").unlink()
     shutil.copytree(tmp_path / "images/train/1", tmp_path / "images/val/x")
     failed = start(1, code=1)
