@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # keeps Gloo from crashing the exit
+import torch.distributed.nn  # unused, but without it the program may crash at its end
 from torch import nn
 from torch.utils import data
 
