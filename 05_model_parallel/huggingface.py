@@ -47,7 +47,6 @@ def parse_args():
     add("--length", type=int, default=1024, help="tokens per row: %(default)s")
     add("--epochs", type=int, default=1, help="default: %(default)s")
     add("--batch-size", type=int, default=1, help="rows per process: %(default)s")
-    # for larger batches than fit
     add("--accumulate", type=int, default=1, help="batches per step: %(default)s")
     add("--lr", type=float, default=1e-5, help="peak, for any batch: %(default)s")
     add("--seed", type=int, default=0)
@@ -89,12 +88,13 @@ def train(args):
     length = (len(rows) - 2) * 9 // 10  # full rows; the last tenth is for testing
     if length < 1:
         raise ValueError(f"{args.text} has fewer than two rows of --length tokens")
-    test_shard = share_of(torch.arange(length, len(rows) - 1))
-    test_loader = DataLoader(rows, args.batch_size, sampler=test_shard)
+    test_loader = DataLoader(
+        rows, args.batch_size, sampler=share_of(torch.arange(length, len(rows) - 1))
+    )
 
     # 3. Model
     # FSDP-1: rank 0 makes the whole model; on meta a model has shapes but no memory
-    whole = build(args, args.scratch) if rank == 0 else None
+    whole = build(args, random=args.scratch) if rank == 0 else None
     with torch.device("meta"):
         model = build(args, random=True)
     layers = layers_of(model)

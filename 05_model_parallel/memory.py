@@ -46,6 +46,13 @@ def loss_of(model):
     return nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
 
 
+class Tracker(MemTracker):
+    """Without hooks for gradients, which are an error for frozen weights."""
+
+    def _track_module_params_and_buffers(self, module, install_grad_hooks=False):
+        return super()._track_module_params_and_buffers(module, False)
+
+
 def shard(model, mesh, amp):
     policy = MixedPrecisionPolicy()
     if amp:
@@ -77,13 +84,8 @@ if __name__ == "__main__":
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         if fsdp:
             shard(model, mesh if copies > 1 else mesh["shard"], args.amp)
-        tracker = MemTracker()
+        tracker = Tracker()
         tracker.memory_tracking = {}  # its own, with weak keys, takes half of the time
-        # without hooks for gradients, which frozen weights do not have
-        track = tracker._track_module_params_and_buffers
-        tracker._track_module_params_and_buffers = lambda module, install_grad_hooks: (
-            track(module, False)
-        )
         tracker.track_external(model)
         own = [part for part in model.parameters() if part.requires_grad]
         with tracker:

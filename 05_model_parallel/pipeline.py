@@ -66,7 +66,7 @@ def train(args):
     args.output.parent.mkdir(parents=True, exist_ok=True)
 
     # 2. Data
-    # MP-4: one process per machine downloads, and all ranks read all images
+    # one process per machine downloads, and all ranks read all images
     train_set, test_set = load_mnist(args.data_dir, download=local_rank == 0)
     options = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}
     # MP-3: drop_last, because all micro-batches must have the same size
@@ -101,7 +101,7 @@ def train(args):
     # MP-3: averages the losses of the micro-batches
     stage = PipelineStage(model, rank, world_size, device, *examples)
     schedule = SCHEDULES[args.schedule](stage, args.chunks, criterion)
-    # MP-5: without a loss there is no backward
+    # MP-3: without a loss there is no backward
     stage = PipelineStage(model, rank, world_size, device, *examples)
     test_schedule = ScheduleGPipe(stage, args.chunks)
     # square-root scaling of the learning rate, for Adam: arXiv:2205.10287
@@ -117,7 +117,7 @@ def train(args):
 
     # 5. Train and evaluate
     for epoch in range(1, args.epochs + 1):
-        torch.manual_seed(args.seed + epoch)  # MP-4: the same order on all ranks
+        torch.manual_seed(args.seed + epoch)  # the same order on all ranks
         model.train()
         start = time.perf_counter()
         # the sum of the losses, and the number of images

@@ -76,7 +76,7 @@ def train(args):
     args.output.parent.mkdir(parents=True, exist_ok=True)
 
     # 2. Data
-    # MP-4: one process per machine downloads, and all ranks read all images
+    # one process per machine downloads, and all ranks read all images
     train_set, test_set = load_mnist(args.data_dir, download=local_rank == 0)
     options = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True, **options)
@@ -104,7 +104,7 @@ def train(args):
 
     # 5. Train and evaluate
     for epoch in range(1, args.epochs + 1):
-        torch.manual_seed(args.seed + epoch)  # MP-4: the same order on all ranks
+        torch.manual_seed(args.seed + epoch)  # the same order on all ranks
         model.train()
         start = time.perf_counter()
         # the sum of the losses, and the number of images

@@ -1,6 +1,5 @@
 """The blocks of code on 04's pages, on two ranks and against one process."""
 
-import contextlib
 import copy
 import re
 from itertools import chain
@@ -83,17 +82,18 @@ def contrastive():
         step(loss + whole, ddp_model, alone)
 
 
-def accumulation():
-    """Each rank has 70 samples: a step of 64, and one of 6."""
+def accumulation(drop_last):
+    """Each rank has 100 samples: a step of 64, and one of 36 (drop_last: 32)."""
     ddp_model, alone = pair(nn.Linear(3, 2))
-    data = TensorDataset(torch.randn(140, 3), torch.arange(140) % 2)
+    data = TensorDataset(torch.randn(200, 3), torch.arange(200) % 2)
     sampler = DistributedSampler(data)
-    names = {"contextlib": contextlib, "nn": nn, "device": CPU, "ddp_model": ddp_model}
+    names = {"nn": nn, "device": CPU, "ddp_model": ddp_model}
     names["optimizer"] = torch.optim.SGD(ddp_model.parameters(), 0.1)
-    names["train_loader"] = DataLoader(data, 16, sampler=sampler)
+    loader = DataLoader(data, 16, sampler=sampler, drop_last=drop_last)
+    names["train_loader"] = loader
     exec(block("no_sync"), names)
     order = joined(sampler)
-    for samples in (order[:128], order[128:]):
+    for samples in (order[:128], order[128 : 192 if drop_last else 200]):
         x, y = data[samples]
         step(nn.functional.cross_entropy(alone(x), y), alone)
     weights = [[*model.parameters()] for model in (ddp_model, alone)]
@@ -115,7 +115,7 @@ def pixels():
 
 
 def longer_schedule():
-    """After five of ten steps, a run of twenty goes on as if it had always been one."""
+    """After five of ten steps, a run of twenty has the rate of one that is whole."""
     rates = []
     for steps in 10, 20:
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
@@ -162,7 +162,8 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     contrastive()
-    accumulation()
+    accumulation(drop_last=False)
+    accumulation(drop_last=True)
     pixels()
     longer_schedule()
     early_stopping()
